@@ -2,12 +2,12 @@
 
     python llm_inference.py "The capital of France is"
 
-    text --> tokens --> embedding --> [ transformer block x 28 ] --> norm, head --> logits --> sample --> token
-             step 1     step 2          step 7: norm (3)             step 8                    step 8       |
-                ^                               RoPE (4)                                                    |
-                |                               attention (5)  <--> KV cache                                |
-                |                               feed-forward (6)                                            |
-                +------------------------ step 9: once more, for the next token ----------------------------+
+    text -> tokens --> embedding --> [ transformer block x 28 ] --> norm, head --> logits --> sample --> token
+             step 1     step 2          step 7: norm (3)             step 8                    step 8      |
+                ^                               RoPE (4)                                                   |
+                |                               attention (5)  <--> KV cache                               |
+                |                               feed-forward (6)                                           |
+                +------------------------ step 9: once more, for the next token ---------------------------+
 
 Read it from top to bottom: loading the weights, Steps 1 to 9, the command line. A function stands below all
 that it needs. Shapes are written (rows, columns); n is the number of new tokens; the numbers in comments are
@@ -19,6 +19,7 @@ import contextlib
 import ctypes
 import hashlib
 import json
+import math
 import os
 import sys
 import tempfile
@@ -29,17 +30,18 @@ from pathlib import Path
 def load_openblas():
     """Let OpenBLAS compute MLX's float32 matrix products on a Linux CPU. Returns True if it was found.
 
-    MLX's Linux wheel brings the reference BLAS, which is written to be clear, not fast. A library that was loaded
-    before it with RTLD_GLOBAL answers in its place. The one from PyPI, cmeel-openblas, asks for libgfortran.so.5,
-    which a fresh machine lacks; MLX brings it under another name, so that copy is loaded with its name changed.
+    MLX's Linux wheel brings the reference BLAS, which is written to be clear, not fast. A library that was
+    loaded before it with RTLD_GLOBAL answers in its place. PyPI's cmeel-openblas asks for libgfortran.so.5,
+    which a new machine lacks; MLX brings that under another name, so here a copy of it is loaded with the
+    name put right.
     """
     folders = [Path(p) for p in sys.path]
     with contextlib.suppress(OSError):
         for runtime in [r for f in folders for r in f.glob("mlx_cpu.libs/libgfortran-*")]:
             ctypes.CDLL(str(runtime))
             with tempfile.NamedTemporaryFile() as copy:
-                plain_name = b"libgfortran.so.5".ljust(len(runtime.name), b"\0")
-                copy.write(runtime.read_bytes().replace(runtime.name.encode(), plain_name))
+                name = b"libgfortran.so.5".ljust(len(runtime.name), b"\0")
+                copy.write(runtime.read_bytes().replace(runtime.name.encode(), name))
                 copy.flush()
                 ctypes.CDLL(copy.name)
     for library in [f / "cmeel.prefix/lib/libopenblas.so.0" for f in folders] + ["libopenblas.so.0"]:
@@ -54,37 +56,27 @@ HAS_OPENBLAS = sys.platform == "linux" and load_openblas()      # before MLX is 
 import mlx.core as mx                                           # noqa: E402
 from tokenizers import Tokenizer                                # noqa: E402
 from tokenizers.decoders import DecodeStream                    # noqa: E402
+from tqdm import tqdm                                           # noqa: E402  (tokenizers brings it)
 
-# ============================================================================================================
-# The model: a dictionary of weights, a tokenizer and eleven settings. load_model fills them all in
-# ============================================================================================================
+# ==== The model: weights, a tokenizer and some numbers, all filled in by load_model =========================
 W: dict[str, mx.array] = {}     # every weight under its Hugging Face name
 tok: Tokenizer                  # text <-> token ids
-
-N_LAYERS: int                   # transformer blocks: 28
-D_MODEL: int                    # numbers that describe one token, the width of the residual stream: 1024
-D_FF: int                       # numbers inside the feed-forward layer: 3072
-N_HEADS: int                    # query heads: 16
-N_KV: int                       # key/value heads, each shared by N_HEADS / N_KV query heads: 8
-D_HEAD: int                     # numbers in one head: 128, which is not D_MODEL / N_HEADS
-VOCAB: int                      # rows of the embedding: 151936
-MAX_POSITIONS: int              # the longest text that the model was made for, in tokens: 40960
-EPS: float                      # keeps RMSNorm from dividing by zero: 1e-06
-THETA: float                    # the base of RoPE's angles: 1000000
 EOS_IDS: set[int]               # the tokens that end a text: 151645 and 151643
 
 # What config.json must say for this file to compute the checkpoint exactly. None: the field may be left out.
 SUPPORTED = {
     "model_type": ("qwen3", "llama"), "hidden_act": ("silu", None), "attention_bias": (False, None),
     "mlp_bias": (False, None), "rope_type": ("default", None), "type": ("default", None),
-    "rope_interleaved": (False, None), "partial_rotary_factor": (1, None), "use_sliding_window": (False, None),
-    "sliding_window": (None,), "layer_types": (None,), "num_experts": (None,), "num_local_experts": (None,),
-    "quantization": (None,), "quantization_config": (None,), "tie_word_embeddings": (True, False, None),
+    "rope_interleaved": (False, None), "partial_rotary_factor": (1, None), "sliding_window": (None,),
+    "use_sliding_window": (False, None), "layer_types": (None,), "num_experts": (None,),
+    "num_local_experts": (None,), "quantization": (None,), "quantization_config": (None,),
+    "tie_word_embeddings": (True, False, None),
 }
 
 
 def read_json(path):
-    """The JSON object in a file as a dict, empty if the JSON is not an object. ValueError names a bad file."""
+    """The JSON object in a file as a dict, empty if the JSON is not an object. ValueError names a bad
+    file."""
     try:
         value = json.loads(path.read_bytes())
     except (ValueError, RecursionError) as error:
@@ -93,18 +85,18 @@ def read_json(path):
 
 
 def read_config(path):
-    """config.json as it stands, and its numbers under this file's names: {"N_LAYERS": 28, ...}.
+    """config.json as it stands, and its numbers under the names that this file uses for them.
 
     ValueError names the first field that is missing, or that asks for something this file would get wrong.
     """
     config = read_json(path)
-    for group in ("rope_scaling", "rope_parameters"):           # transformers 5 keeps rope_theta in the latter
+    for group in ("rope_scaling", "rope_parameters"):       # transformers 5 keeps rope_theta in the latter
         rope = config.get(group) or {}
-        config.update(rope if isinstance(rope, dict) else {"rope_type": rope})
+        config |= rope if isinstance(rope, dict) else {"rope_type": rope}
     if config.get("use_sliding_window") is False:
-        config["sliding_window"] = None                         # the width is often written all the same
-    layer_types = config.get("layer_types")
-    if isinstance(layer_types, list) and all(kind == "full_attention" for kind in layer_types):
+        config["sliding_window"] = None                         # its width is often written all the same
+    kinds = config.get("layer_types")
+    if isinstance(kinds, list) and all(kind == "full_attention" for kind in kinds):
         config["layer_types"] = None
     for field, values in SUPPORTED.items():
         if config.get(field) not in values:
@@ -117,20 +109,28 @@ def read_config(path):
             raise ValueError(f"{path}: {field} is {json.dumps(value)}, not a positive {kind.__name__}")
         return value
 
-    d_model, n_heads = number("hidden_size"), number("num_attention_heads")
-    n_kv, d_head = number("num_key_value_heads", n_heads), number("head_dim", d_model // n_heads)
-    if n_heads % n_kv or d_head % 2:
-        raise ValueError(f"{path}: num_attention_heads {n_heads} is not a multiple of num_key_value_heads {n_kv}, "
-                         f"or head_dim {d_head} is odd")
-    return config, dict(
-        N_LAYERS=number("num_hidden_layers"), D_MODEL=d_model, D_FF=number("intermediate_size"),
-        N_HEADS=n_heads, N_KV=n_kv, D_HEAD=d_head, VOCAB=number("vocab_size"),
-        MAX_POSITIONS=number("max_position_embeddings"), EPS=number("rms_norm_eps", kind=float),
-        THETA=number("rope_theta", 10000, kind=float))
+    n_heads = number("num_attention_heads")
+    numbers = {
+        "N_LAYERS": number("num_hidden_layers"),                # transformer blocks: 28
+        "D_MODEL": number("hidden_size"),                       # numbers that describe one token: 1024
+        "D_FF": number("intermediate_size"),                    # numbers inside the feed-forward layer: 3072
+        "N_HEADS": n_heads,                                     # query heads: 16
+        "N_KV": number("num_key_value_heads", n_heads),         # key/value heads, shared by query heads: 8
+        "D_HEAD": number("head_dim", number("hidden_size") // n_heads),     # numbers in a head: 128
+        "VOCAB": number("vocab_size"),                          # rows of the embedding: 151936
+        "MAX_POSITIONS": number("max_position_embeddings"),     # the longest text, in tokens: 40960
+        "EPS": number("rms_norm_eps", kind=float),              # keeps RMSNorm from dividing by zero: 1e-06
+        "THETA": number("rope_theta", 10000, kind=float),       # the base of RoPE's angles: 1000000
+    }
+    if n_heads % numbers["N_KV"] or numbers["D_HEAD"] % 2:
+        raise ValueError(f"{path}: num_attention_heads {n_heads} is not a multiple of num_key_value_heads "
+                         f"{numbers['N_KV']}, or head_dim {numbers['D_HEAD']} is odd")
+    return config, numbers
 
 
 def expected_shapes(c, qk_norm, own_head):
-    """{name: shape} of every tensor that a checkpoint with the numbers c must hold; it may hold no other."""
+    """{name: shape} of all the tensors that a checkpoint with the numbers c must hold; it may hold no
+    others."""
     d, q, kv = c["D_MODEL"], c["N_HEADS"] * c["D_HEAD"], c["N_KV"] * c["D_HEAD"]
     block = {
         "input_layernorm": (d,), "self_attn.q_proj": (q, d), "self_attn.k_proj": (kv, d),
@@ -147,7 +147,8 @@ def expected_shapes(c, qk_norm, own_head):
 
 
 def read_weights(folder):
-    """{name: array} of model.safetensors, or of the shards in its index. Lazy: only the headers are read yet."""
+    """{name: array} of model.safetensors, or of the shards in its index. Lazy: only headers are read so
+    far."""
     files, index = ["model.safetensors"], folder / "model.safetensors.index.json"
     if index.exists() and not (folder / files[0]).exists():
         weight_map = read_json(index).get("weight_map")
@@ -158,21 +159,20 @@ def read_weights(folder):
             stored |= mx.load(str(folder / file), format="safetensors")
         except RuntimeError as error:                           # half a download, say, or a Git LFS pointer
             raise ValueError(f"{folder / file} can't be read as weights: {error}") from None
-    return {name: w for name, w in stored.items() if not name.endswith("rotary_emb.inv_freq")}  # Llama 1 had it
+    return {name: w for name, w in stored.items() if not name.endswith("rotary_emb.inv_freq")}  # old Llamas'
 
 
 def load_model(folder, dtype=None):
-    """Fill W, tok and the settings above from a folder in Hugging Face form, such as Qwen3-0.6B/.
+    """Fill W, tok, EOS_IDS and the numbers above from a folder in Hugging Face form, such as Qwen3-0.6B/.
 
     dtype: what to compute in. None: as stored on a GPU; float32 on a CPU, where bfloat16 products are slow.
-    OSError: a file can't be read. ValueError, in one line that names field or tensor: this file would not compute
-    the checkpoint exactly. After either, the model that was loaded before is still whole.
+    OSError: a file can't be read. ValueError, in one line that names field or tensor: this file would not
+    compute the checkpoint exactly. After either, the model that was loaded before is still whole.
     """
     folder = Path(folder)
     config, numbers = read_config(folder / "config.json")
-    eos = [config.get("eos_token_id")]
-    if (folder / "generation_config.json").exists():
-        eos.append(read_json(folder / "generation_config.json").get("eos_token_id"))
+    more = folder / "generation_config.json"
+    eos = [config.get("eos_token_id"), read_json(more).get("eos_token_id") if more.exists() else None]
     eos = [i for ids in eos for i in (ids if isinstance(ids, list) else [ids]) if i is not None]
     if not all(type(i) is int for i in eos):
         raise ValueError(f"{folder}: eos_token_id is {json.dumps(eos)}, not token ids")
@@ -188,9 +188,9 @@ def load_model(folder, dtype=None):
 
     stored = read_weights(folder)
     if numbers["N_LAYERS"] > len(stored):
-        raise ValueError(f"{folder}: num_hidden_layers is {numbers['N_LAYERS']}, with only {len(stored)} tensors")
+        raise ValueError(f"{folder}: num_hidden_layers is {numbers['N_LAYERS']} with {len(stored)} tensors")
     has_head = "lm_head.weight" in stored
-    tied = not has_head if config.get("tie_word_embeddings") is None else config["tie_word_embeddings"]
+    tied = config.get("tie_word_embeddings", not has_head)
     shapes = expected_shapes(numbers, config["model_type"] == "qwen3", has_head or not tied)
     for name in sorted(shapes.keys() | stored.keys()):
         found, wanted = getattr(stored.get(name), "shape", "nothing"), shapes.get(name, "nothing")
@@ -198,25 +198,26 @@ def load_model(folder, dtype=None):
             raise ValueError(f"{folder}: {name}: the weights hold {found}, config.json asks for {wanted}")
         if stored[name].dtype not in (mx.bfloat16, mx.float16, mx.float32):
             raise ValueError(f"{folder}: {name} is {stored[name].dtype}, not bfloat16, float16 or float32")
-    if tied and has_head and not mx.array_equal(stored.pop("lm_head.weight"), stored["model.embed_tokens.weight"]):
-        raise ValueError(f"{folder}: tie_word_embeddings is true, but lm_head.weight differs from the embedding")
+    embedding = stored["model.embed_tokens.weight"]
+    if tied and has_head and not mx.array_equal(stored.pop("lm_head.weight"), embedding):
+        raise ValueError(f"{folder}: tie_word_embeddings is true, but lm_head.weight is not the embedding")
+    if dtype is None:
+        dtype = embedding.dtype if mx.default_device() == mx.gpu else mx.float32
+    del embedding
 
-    if dtype is None and mx.default_device() == mx.gpu:
-        dtype = stored["model.embed_tokens.weight"].dtype
     W.clear()
-    for name in shapes.keys() & stored.keys():
-        W[name] = stored.pop(name).astype(dtype or mx.float32)
-        mx.eval(W[name])                                        # converted now, so that the stored copy can go
+    for name in list(stored):
+        W[name] = stored.pop(name).astype(dtype)
+        mx.eval(W[name])                                        # now, so that the stored copy can go
     if tied:
         W["lm_head.weight"] = W["model.embed_tokens.weight"]
     globals().update(numbers, tok=tokenizer, EOS_IDS=set(eos))  # N_LAYERS = 28 and so on
 
 
-# ============================================================================================================
-# Step 1: tokenization turns text into integers
-# ============================================================================================================
+# ==== Step 1: tokenization turns text into integers =========================================================
 def encode(prompt, max_tokens=0):
-    """The token ids of a prompt, by byte pair encoding: "The capital of France is" is 785, 6722, 315, 9625, 374.
+    """The token ids of a prompt, by byte pair encoding: "The capital of France is" is 785, 6722, 315, 9625,
+    374.
 
     ValueError: there are none, or they and max_tokens new ones are more than the model's context.
     """
@@ -224,42 +225,37 @@ def encode(prompt, max_tokens=0):
     if not ids:
         raise ValueError("the prompt is empty")
     if len(ids) + max_tokens > MAX_POSITIONS:
-        raise ValueError(f"the prompt's {len(ids)} tokens and {max_tokens} new ones do not fit in the context of "
-                         f"{MAX_POSITIONS} tokens")
+        raise ValueError(f"the prompt's {len(ids)} tokens and {max_tokens} new ones do not fit in the "
+                         f"context of {MAX_POSITIONS} tokens")
     return ids
 
 
-# ============================================================================================================
-# Step 2: embedding turns integers into vectors
-# ============================================================================================================
+# ==== Step 2: embedding turns integers into vectors =========================================================
 def embed(token_ids):
     """The row of the embedding matrix for each of n token ids: (n,) -> (n, 1024)."""
     return W["model.embed_tokens.weight"][mx.array(token_ids)]
 
 
-# ============================================================================================================
-# Step 3: RMSNorm brings every vector to the same size
-# ============================================================================================================
+# ==== Step 3: RMSNorm brings every vector to the same size ==================================================
 def rms_norm(x, w):
     """x / sqrt(mean(x^2) + EPS) * w, over the last axis: any shape (..., d), w (d,). Zhang and Sennrich 2019.
 
-    Squares lose digits in 16 bits, so the norm is taken in float32, and rounded back before w multiplies it, as
-    in Hugging Face's code.
+    Squares lose digits in 16 bits, so the norm is taken in float32, and rounded back before w multiplies it,
+    as in Hugging Face's code.
     """
     x32 = x.astype(mx.float32)
     x32 = x32 * mx.rsqrt(mx.mean(x32 * x32, axis=-1, keepdims=True) + EPS)
     return x32.astype(x.dtype) * w
 
 
-# ============================================================================================================
-# Step 4: RoPE weaves position into the vectors
-# ============================================================================================================
+# ==== Step 4: RoPE weaves position into the vectors =========================================================
 def apply_rope(q, k, positions):
     """Turn every query and key by angles that grow with its position. Su et al. 2021, "RoFormer".
 
-    q (16, n, 128), k (8, n, 128), positions n integers; the same shapes come back. Dimensions i and i + 64 are the
-    coordinates of a point in a plane, which turns by position * THETA^(-i/64) radians. So the dot product of a
-    query and a key depends on what they hold and how far apart they are, not on where the two are.
+    q (16, n, 128), k (8, n, 128), positions n integers; the same shapes come back. Dimensions i and i + 64
+    are the coordinates of a point in a plane, which turns by position * THETA^(-i/64) radians. So the dot
+    product of a query and a key depends on what they hold and how far apart they are, not on where the two
+    are.
     """
     half = D_HEAD // 2
     freqs = THETA ** (-mx.arange(half, dtype=mx.float32) / half)                # (64,) radians per position
@@ -274,9 +270,7 @@ def apply_rope(q, k, positions):
     return rotate(q), rotate(k)
 
 
-# ============================================================================================================
-# Step 5: attention with grouped query heads and a KV cache
-# ============================================================================================================
+# ==== Step 5: attention with grouped query heads and a KV cache =============================================
 def linear(x, name):
     """Multiply x by a weight matrix, which is stored as (out, in): (n, in) -> (n, out)."""
     w = W[name]
@@ -288,9 +282,9 @@ def linear(x, name):
 def extend_cache(cache, layer_idx, k, v):
     """Add the keys and values of n new tokens, (8, n, 128); return those of all tokens, (8, total, 128).
 
-    A layer's entry is (keys, values, length); the arrays have room for 256 tokens at a time. Writing into that
-    room costs the same for every token, where concatenating would copy all that came before it. (MLX writes in
-    place as nobody else holds the array.)
+    A layer's entry is (keys, values, length); the arrays have room for 256 tokens at a time. Writing into
+    that room costs the same for every token, where concatenating would copy all that came before it. (MLX
+    writes in place as nobody else holds the array.)
     """
     n_kv, n, d_head = k.shape
     keys, values, length = cache[layer_idx] or (k[:, :0], v[:, :0], 0)
@@ -306,10 +300,12 @@ def extend_cache(cache, layer_idx, k, v):
 
 
 def attend(q, k, v):
-    """softmax(q k^T / sqrt(128)) v, for the last n of all tokens. Vaswani et al. 2017, "Attention Is All You Need".
+    """softmax(q k^T / sqrt(128)) v, for the last n of all tokens. Vaswani et al. 2017, "Attention Is All You
+    Need".
 
-    q (16, n, 128), k and v (8, total, 128) -> (16, n, 128). Grouped queries: heads 0 and 1 use key/value head 0,
-    heads 2 and 3 use 1, and so on. The rows of such heads become one matrix, so that no key has to be repeated.
+    q (16, n, 128), k and v (8, total, 128) -> (16, n, 128). Grouped queries: heads 0 and 1 use key/value head
+    0, heads 2 and 3 use 1, and so on. The rows of such heads become one matrix, so that no key has to be
+    repeated.
     """
     (n_heads, n, d_head), (n_kv, total, _) = q.shape, k.shape
     q = q.reshape(n_kv, -1, d_head)                                             # (8, 2n, 128)
@@ -324,8 +320,8 @@ def attend(q, k, v):
 def attention(x, layer_idx, cache, positions):
     """Each of n new tokens gathers from all tokens up to itself: x (n, 1024) -> (n, 1024).
 
-    positions: the n places in the text. cache[layer_idx] holds keys and values of all tokens before; afterwards
-    those of the new ones too.
+    positions: the n places in the text. cache[layer_idx] holds keys and values of all tokens before;
+    afterwards those of the new ones too.
     """
     p = f"model.layers.{layer_idx}.self_attn"
     q = linear(x, f"{p}.q_proj.weight").reshape(-1, N_HEADS, D_HEAD).transpose(1, 0, 2)     # (16, n, 128)
@@ -341,9 +337,7 @@ def attention(x, layer_idx, cache, positions):
     return linear(out, f"{p}.o_proj.weight")                    # (n, 1024)
 
 
-# ============================================================================================================
-# Step 6: the SwiGLU feed-forward layer
-# ============================================================================================================
+# ==== Step 6: the SwiGLU feed-forward layer =================================================================
 def ffn(x, layer_idx):
     """down(SiLU(gate(x)) * up(x)) for every token by itself: (n, 1024) -> (n, 1024). Shazeer 2020.
 
@@ -355,9 +349,7 @@ def ffn(x, layer_idx):
     return linear(gate * mx.sigmoid(gate) * up, f"{p}.down_proj.weight")
 
 
-# ============================================================================================================
-# Step 7: the transformer block
-# ============================================================================================================
+# ==== Step 7: the transformer block =========================================================================
 def transformer_block(x, layer_idx, cache, positions):
     """Attention, then feed-forward; each reads a normed copy of x and adds to x: (n, 1024) -> (n, 1024)."""
     p = f"model.layers.{layer_idx}"
@@ -366,14 +358,12 @@ def transformer_block(x, layer_idx, cache, positions):
     return x
 
 
-# ============================================================================================================
-# Step 8: all blocks and the head make logits, sampling makes a token
-# ============================================================================================================
+# ==== Step 8: all blocks and the head make logits, sampling makes a token ===================================
 def forward(token_ids, cache, start_pos, last_only=False):
     """Score every token of the vocabulary as the one that follows each of n new tokens: logits (n, 151936).
 
-    token_ids: n integers, which come after the start_pos tokens that the cache holds. last_only leaves out all
-    rows but the last, (1, 151936): no more is needed to go on, and the head is the largest matrix of all.
+    token_ids: n integers, which come after the start_pos tokens that the cache holds. last_only leaves out
+    all rows but the last, (1, 151936): no more is needed to go on, and the head is the largest matrix of all.
     """
     positions = mx.arange(start_pos, start_pos + len(token_ids))
     x = embed(token_ids)                                        # (n, 1024)
@@ -386,8 +376,9 @@ def forward(token_ids, cache, start_pos, last_only=False):
 def sample(logits, temperature=0.0, top_p=0.95):
     """Choose a token id: logits (151936,) -> a 0-d array, not yet evaluated.
 
-    Temperature 0 takes the most likely token ("greedy"). Else the token is drawn by softmax(logits / temperature)
-    from the nucleus: the fewest most likely tokens whose probability reaches top_p. Holtzman et al. 2019.
+    Temperature 0 takes the most likely token ("greedy"). Else the token is drawn by softmax(logits /
+    temperature) from the nucleus: the fewest most likely tokens whose probability reaches top_p. Holtzman et
+    al. 2019.
     """
     if temperature == 0:
         return mx.argmax(logits)
@@ -396,43 +387,89 @@ def sample(logits, temperature=0.0, top_p=0.95):
     order = mx.argsort(-probs)                                      # token ids, the most likely first
     probs = probs[order]
     if top_p < 1:
-        likelier = mx.cumsum(probs, inclusive=False)                # what all before it have together: 0 at first
+        likelier = mx.cumsum(probs, inclusive=False)            # the sum of all before it: 0 for the first
         probs = mx.where(likelier < top_p, probs, 0)
     return order[mx.random.categorical(mx.log(probs))]
 
 
-# ============================================================================================================
-# Step 9: the generation loop, prefill and then decode
-# ============================================================================================================
-def stream(ids, max_tokens=100, temperature=0.0, top_p=0.95):
-    """Yield the text of each token that follows the prompt's ids, once it is known.
+# ==== Step 9: the generation loop, prefill and then decode ==================================================
+def prefill(ids, cache, start_pos=0):
+    """Run n tokens through the model, 256 at a time: the cache is filled; logits (1, 151936) for the next
+    token.
 
-    It is "" where a token ends inside a character. Ends after max_tokens, or at an end token, which is not shown.
+    In pieces the scores of the masked future are mostly not computed, and their memory is bounded. The logits
+    of all pieces but the last are never asked for, so MLX never computes them.
+    """
+    for i in tqdm(range(0, len(ids), 256), desc="prefill", delay=1, leave=False, disable=None):
+        logits = forward(ids[i:i + 256], cache, start_pos + i, last_only=True)
+        mx.eval(cache)
+    return logits
+
+
+def stream(ids, cache, start_pos=0, max_tokens=100, temperature=0.0, top_p=0.95):
+    """Yield the text of each token that the model adds to ids, which follow start_pos tokens in the cache.
+
+    The text is "" where a token ends inside a character. Ends after max_tokens, or at an end token, which is
+    not shown. The next step is queued before this step's token is read, so that a GPU need not wait for
+    Python.
     """
     text = DecodeStream(ids, skip_special_tokens=True)          # holds a character back until it is whole
-    cache = [None] * N_LAYERS
-    logits = forward(ids, cache, 0, last_only=True)             # prefill: the whole prompt at once
-    for pos in range(len(ids), len(ids) + max_tokens):
-        next_id = sample(logits[-1], temperature, top_p).item()             # here MLX does the work
-        if next_id in EOS_IDS:
+    upcoming = sample(prefill(ids, cache, start_pos)[-1], temperature, top_p)
+    first_pos, end_pos = start_pos + len(ids), start_pos + len(ids) + max_tokens
+    for pos in range(first_pos, end_pos):
+        token = upcoming
+        if pos + 1 < end_pos:
+            upcoming = sample(forward(token[None], cache, pos)[-1], temperature, top_p)
+            mx.async_eval(upcoming)
+        if token.item() in EOS_IDS:
             return
-        yield text.step(tok, next_id) or ""
-        logits = forward([next_id], cache, pos, last_only=True)             # decode: one token at a time
+        yield text.step(tok, token.item()) or ""
 
 
 def generate(prompt, max_tokens=100, temperature=0.0, top_p=0.95):
     """The prompt and its continuation, as one text. ValueError as in encode."""
-    return prompt + "".join(stream(encode(prompt, max_tokens), max_tokens, temperature, top_p))
+    ids, cache = encode(prompt, max_tokens), [None] * N_LAYERS
+    return prompt + "".join(stream(ids, cache, 0, max_tokens, temperature, top_p))
 
 
-# ============================================================================================================
-# The command line: find a model, run it, say how fast it was
-# ============================================================================================================
+# ==== Beyond the article: the same maths as single kernels ==================================================
+def fused_rms_norm(x, w):
+    """rms_norm in one kernel instead of six."""
+    return mx.fast.rms_norm(x, w, EPS)
+
+
+def fused_apply_rope(q, k, positions):
+    """apply_rope in one kernel each, for positions that follow one another. Four dimensions: MLX wants a
+    batch."""
+    def rotate(x):
+        return mx.fast.rope(x[None], D_HEAD, traditional=False, base=THETA, scale=1.0, offset=positions[0])[0]
+    return rotate(q), rotate(k)
+
+
+def fused_attend(q, k, v):
+    """attend in one kernel, which never writes the scores to memory ("FlashAttention", Dao et al. 2022)."""
+    mask = "causal" if q.shape[1] > 1 else None
+    return mx.fast.scaled_dot_product_attention(q[None], k[None], v[None], scale=D_HEAD ** -0.5, mask=mask)[0]
+
+
+KERNELS = {"explicit": (rms_norm, apply_rope, attend),
+           "fused": (fused_rms_norm, fused_apply_rope, fused_attend)}
+
+
+def use_kernels(kind):
+    """From now on compute with the "explicit" functions or the "fused" ones. On a CPU these gain nothing."""
+    global rms_norm, apply_rope, attend
+    rms_norm, apply_rope, attend = KERNELS[kind]
+
+
+use_kernels("fused" if mx.default_device() == mx.gpu else "explicit")
+
+
+# ==== The command line: find a model, run it, say how fast it was ===========================================
 HERE = Path(__file__).resolve().parent
 REPO, REVISION = "Qwen/Qwen3-0.6B", "c1899de289a04d12100db370d81485cdf75e47ca"
-FILES = {                                                       # what is fetched, and SHA-256 where it is checked
+SHA256 = {
     "config.json": "660db3b73d788119c04535e48cf9be5f55bc3100841a718637ae695b442f27dd",
-    "generation_config.json": None, "tokenizer_config.json": None,
     "model.safetensors": "f47f71177f32bcd101b7573ec9171e6a57f4f4d31148d38e382306f42996874b",
     "tokenizer.json": "aeb13307a71acd8fe81861d94ad54ab689df773318809eed3cbe794b4492dae4",
 }
@@ -441,67 +478,66 @@ FILES = {                                                       # what is fetche
 def download(folder):
     """Fetch Qwen3-0.6B from the Hugging Face Hub into folder. Returns False if the Hub can't be reached.
 
-    Files appear in the folder only when all are there and right; a download that was cut off goes on next time.
+    Files appear in the folder only when all are there and right; a download that was cut off goes on later.
     """
-    from huggingface_hub import HfApi, snapshot_download        # comes with tokenizers; slow to import, so here
+    from huggingface_hub import HfApi, snapshot_download    # comes with tokenizers, and is slow to import
+    files = [*SHA256, "generation_config.json", "tokenizer_config.json"]
     incoming = folder / ".incoming"
     try:
         HfApi().repo_info(REPO, revision=REVISION, timeout=4)
-    except Exception as error:                                  # offline, no such host, a proxy that refuses, ...
-        print(f"Qwen3-0.6B is not here, and the Hugging Face Hub can't be reached ({type(error).__name__}): the "
-              f"small model in tests/tiny-qwen3 runs instead.\nFor the real one put {', '.join(FILES)} of {REPO} "
-              f"into {folder}", file=sys.stderr)
+    except Exception as error:                              # offline, no such host, a proxy that refuses, ...
+        print(f"Qwen3-0.6B is not here and the Hugging Face Hub can't be reached ({type(error).__name__}): "
+              f"the bundled tests/tiny-qwen3 runs.\nTo get the real model by hand, put {', '.join(files)} "
+              f"of {REPO} into {folder}", file=sys.stderr)
         return False
     try:
-        snapshot_download(REPO, revision=REVISION, local_dir=incoming, allow_patterns=list(FILES))
+        snapshot_download(REPO, revision=REVISION, local_dir=incoming, allow_patterns=files)
     except Exception as error:
         raise ValueError(f"the download of {REPO} broke off; run again to go on: {error}") from None
-    for name in [name for name, sha in FILES.items() if sha]:
-        if hashlib.sha256((incoming / name).read_bytes()).hexdigest() != FILES[name]:
+    for name, expected in SHA256.items():
+        if hashlib.sha256((incoming / name).read_bytes()).hexdigest() != expected:
             (incoming / name).unlink()
             raise ValueError(f"{name} was downloaded with a wrong SHA-256, and is thrown away")
-    for name in [name for name in FILES if (incoming / name).exists()]:
-        (incoming / name).replace(folder / name)
+    for name in files:
+        with contextlib.suppress(FileNotFoundError):        # not every revision has the last two
+            (incoming / name).replace(folder / name)
     return True
 
 
 def find_model():
-    """The folder of Qwen3-0.6B, beside this file or in the current directory or downloaded, or the bundled model's."""
+    """Qwen3-0.6B's folder, beside this file, in the current one or downloaded; or the bundled model's."""
     for folder in (HERE / "Qwen3-0.6B", Path("Qwen3-0.6B")):
         if any(folder.glob("model*.safetensors")):
             return folder
     return HERE / "Qwen3-0.6B" if download(HERE / "Qwen3-0.6B") else HERE / "tests/tiny-qwen3"
 
 
-def option(kind, low, high):
-    """How argparse reads an option's value: as an int or a float from low to high."""
-    def read(text):
-        if not low <= kind(text) <= high:
-            raise argparse.ArgumentTypeError(f"{text} is not from {low} to {high}")
-        return kind(text)
-    read.__name__ = kind.__name__
-    return read
-
-
 def parse_arguments():
+    """The command line's options; one line on stderr and status 2 where they can't be meant so."""
     parser = argparse.ArgumentParser(
         prog="llm_inference.py", formatter_class=argparse.RawDescriptionHelpFormatter,
-        description="Continue a text with Qwen3-0.6B, or with another Qwen3 or Llama checkpoint.", epilog="""examples:
+        description="Continue a text with Qwen3-0.6B, or another Qwen3 or Llama model.", epilog="""examples:
   python llm_inference.py "The capital of France is"
   python llm_inference.py "Once upon a time" --temperature 0.8 --seed 1
   python llm_inference.py - --model tests/tiny-qwen3 < prompt.txt""")
+    parser.error = lambda message: parser.exit(2, f"llm_inference.py: {message} (--help shows the options)\n")
     add = parser.add_argument
     add("prompt", metavar="PROMPT", nargs="?", default="The capital of France is",
-        help='the text to continue, - for stdin (default: "%(default)s")')
-    add("--model", metavar="DIR", help="a checkpoint's folder (default: Qwen3-0.6B, downloaded if it is not there)")
-    add("--max-tokens", metavar="N", type=option(int, 1, 2**31), default=100, help="tokens to add (default: 100)")
-    add("--temperature", metavar="T", type=option(float, 0, 100), default=0.0,
-        help="0: always the most likely token; 1: drawn by probability (default: 0)")
-    add("--top-p", metavar="P", type=option(float, 1e-9, 1), default=0.95,
-        help="draw from the most likely tokens that have P of the probability together (default: 0.95)")
-    add("--seed", metavar="S", type=option(int, 0, 2**64 - 1), help="draw the same again for the same S")
-    parser.error = lambda message: parser.exit(2, f"llm_inference.py: {message}; --help shows the options\n")
-    return parser.parse_args()
+        help='the text to continue, "-" for stdin (default: "%(default)s")')
+    add("--model", metavar="DIR", help="folder of a checkpoint (default: Qwen3-0.6B, downloaded at first)")
+    add("--max-tokens", metavar="N", type=int, default=100, help="add up to N tokens (default: %(default)s)")
+    add("--temperature", metavar="T", type=float, default=0.0,
+        help="0 takes the most likely token, 1 draws by probability (default: %(default)s)")
+    add("--top-p", metavar="P", type=float, default=0.95,
+        help="draw from the fewest tokens that have P of the probability (default: %(default)s)")
+    add("--seed", metavar="S", type=int, help="a number that makes the draws repeatable")
+    add("--kernels", choices=KERNELS, help="for norm, RoPE and attention (default: fused on a GPU)")
+    args = parser.parse_args()
+    if args.max_tokens < 1 or not 0 <= args.temperature < math.inf or not 0 < args.top_p <= 1:
+        parser.error("--max-tokens must be at least 1, --temperature at least 0, --top-p above 0 and up to 1")
+    if args.seed is not None and not 0 <= args.seed < 2**64:
+        parser.error("--seed must be from 0 to 2**64 - 1")
+    return args
 
 
 def main():
@@ -511,6 +547,8 @@ def main():
         prompt.encode()                                         # an argument that is not UTF-8 has surrogates
     except UnicodeError as error:
         raise ValueError(f"the prompt is not UTF-8 text: {error}") from None
+    if args.kernels:
+        use_kernels(args.kernels)
     if sys.platform == "linux" and mx.default_device() == mx.cpu and not HAS_OPENBLAS:
         print("OpenBLAS was not found, so this will be slow: pip install cmeel-openblas", file=sys.stderr)
     folder = Path(args.model) if args.model is not None else find_model()
@@ -520,28 +558,25 @@ def main():
         mx.random.seed(args.seed)
 
     sys.stdout.reconfigure(errors="replace")                    # for a terminal that has no Japanese, say
-    print(f"Model:  {folder.resolve().name}  ({N_LAYERS} layers, {D_MODEL} dim, {N_HEADS} Q heads, {N_KV} KV heads)")
-    print(f"Prompt: {prompt}\n{'-' * 60}\nOutput: {prompt}", end="", flush=True)
-    times = [time.perf_counter()]                               # the start, then one for each token
-    for piece in stream(ids, args.max_tokens, args.temperature, args.top_p):
-        print(piece, end="", flush=True)
+    print(f"Model:  {folder.resolve().name}  ({N_LAYERS} layers, {D_MODEL} dim, {N_HEADS} Q heads, "
+          f"{N_KV} KV heads)\nPrompt: {prompt}\n{'-' * 60}", flush=True)
+    shown, times = f"Output: {prompt}", [time.perf_counter()]     # the start, and then when each token came
+    for piece in stream(ids, [None] * N_LAYERS, 0, args.max_tokens, args.temperature, args.top_p):
+        print(shown + piece, end="", flush=True)
+        shown = ""
         times.append(time.perf_counter())
-    times.append(time.perf_counter()) if len(times) == 1 else None
-    prefill, decode = times[1] - times[0], times[-1] - times[1]
-    print(f"\nTime:   {times[-1] - times[0]:.2f}s  (prefill {len(ids)} tokens: {len(ids) / prefill:.0f} tokens/s, "
-          f"decode {len(times) - 2} tokens: {(len(times) - 2) / max(decode, 1e-9):.0f} tokens/s)", flush=True)
+    if len(times) == 1:                                     # an end token came first
+        times.append(time.perf_counter())
+    prefilled, decoded, n = times[1] - times[0], times[-1] - times[1], len(times) - 2
+    print(f"{shown}\nTime:   {prefilled + decoded:.2f}s  (prefill {len(ids)} tokens: {len(ids) / prefilled:.0f} "
+          f"tokens/s, decode {n} tokens: {n / decoded if n else 0:.0f} tokens/s)", flush=True)
 
 
 if __name__ == "__main__":
     try:
         main()
     except KeyboardInterrupt:
-        status = 130
-    except BrokenPipeError:                                     # "| head -1" has read enough
-        status = 141
+        os._exit(130)                                       # at once: not even MLX's threads are waited for
     except (OSError, ValueError, RuntimeError, MemoryError) as error:
-        print(f"llm_inference.py: {' '.join(str(error).split()) or type(error).__name__}", file=sys.stderr)
-        status = 1
-    else:
-        status = 0
-    os._exit(status)
+        print("llm_inference.py:", *(str(error) or type(error).__name__).split(), file=sys.stderr, flush=True)
+        os._exit(1)

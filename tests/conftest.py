@@ -1,0 +1,48 @@
+"""What all tests share: the program importable, no network, and one copy of every random checkpoint a session."""
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+os.environ["HF_HUB_OFFLINE"] = "1"                      # before huggingface_hub can be imported; children inherit it
+HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE.parent), str(HERE)]
+
+import llm_inference as llm                             # noqa: E402  (before mlx: it brings OpenBLAS)
+from checkpoints import CHECKPOINTS, make_checkpoint    # noqa: E402
+
+
+@pytest.fixture(scope="session")
+def folder_of(tmp_path_factory):
+    """A function from a checkpoint's name, random or tiny-qwen3, to its folder."""
+    made = {"tiny-qwen3": HERE / "tiny-qwen3"}
+
+    def get(name):
+        if name not in made:
+            made[name] = make_checkpoint(tmp_path_factory.mktemp("checkpoints") / name, name)
+        return made[name]
+
+    return get
+
+
+@pytest.fixture(params=[*CHECKPOINTS, "tiny-qwen3"])
+def name(request, folder_of):
+    """Every checkpoint in turn, loaded in float32."""
+    llm.load_model(folder_of(request.param), llm.mx.float32)
+    return request.param
+
+
+@pytest.fixture
+def tiny(folder_of):
+    """tests/tiny-qwen3, loaded in float32; its folder."""
+    llm.load_model(folder_of("tiny-qwen3"), llm.mx.float32)
+    return folder_of("tiny-qwen3")
+
+
+@pytest.fixture(autouse=True)
+def kernels_are_put_back():
+    """A test that chooses kernels changes nothing for the next one."""
+    before = llm.rms_norm, llm.apply_rope, llm.attend
+    yield
+    llm.rms_norm, llm.apply_rope, llm.attend = before
