@@ -567,9 +567,10 @@ def main():
         times.append(time.perf_counter())
     if len(times) == 1:                                     # an end token came first
         times.append(time.perf_counter())
-    prefilled, decoded, n = times[1] - times[0], times[-1] - times[1], len(times) - 2
-    print(f"{shown}\nTime:   {prefilled + decoded:.2f}s  (prefill {len(ids)} tokens: {len(ids) / prefilled:.0f} "
-          f"tokens/s, decode {n} tokens: {n / decoded if n else 0:.0f} tokens/s)", flush=True)
+    n, prefilled, decoded = len(times) - 2, times[1] - times[0], times[-1] - times[1]
+    print(f"{shown}\nTime:   {prefilled + decoded:.2f}s  "
+          f"(prefill {len(ids)} tokens: {len(ids) / prefilled:.0f} tokens/s, "
+          f"decode {n} tokens: {n / decoded if n else 0:.0f} tokens/s)", flush=True)
 
 
 if __name__ == "__main__":

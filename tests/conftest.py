@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 os.environ["HF_HUB_OFFLINE"] = "1"                      # before huggingface_hub can be imported; children inherit it
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")      # matrices are small here: threads would only wait
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parent), str(HERE)]
 

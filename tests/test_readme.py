@@ -1,0 +1,97 @@
+"""What the README says is so: its commands print what it shows, its names exist, its figures are counted again."""
+import ast
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import llm_inference as llm
+import mutations
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+README = (ROOT / "README.md").read_text()
+SOURCE = (ROOT / "llm_inference.py").read_text()
+
+
+def console_blocks():
+    """(command, what it prints) for every `$ command` in a console block."""
+    for block in re.findall(r"```console\n(.*?)```", README, re.S):
+        for command, shown in re.findall(r"^\$ (.*)\n((?:(?!\$ ).*\n)*)", block, re.M):
+            yield command, shown
+
+
+def without_times(text):
+    """The text with the digits of its Time line, which no two runs share, as zeros."""
+    return re.sub(r"^Time: .*", lambda line: re.sub(r"\d+(\.\d+)?", "0", line[0]), text.rstrip(), flags=re.M)
+
+
+@pytest.mark.parametrize("command, shown", list(console_blocks()))
+def test_a_command_prints_what_is_shown(command, shown):
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    done = subprocess.run(command, shell=True, cwd=ROOT, capture_output=True, text=True, timeout=60,
+                          env=os.environ | {"PATH": path, "NO_COLOR": "1"})
+    assert without_times(done.stdout + done.stderr) == without_times(shown)
+
+
+def test_the_nine_steps_name_their_functions_in_the_order_of_the_file():
+    rows = re.findall(r"^\| (\d) \| (.*?) \| (.*?) \|$", README, re.M)
+    assert [int(step) for step, _, _ in rows] == list(range(1, 10))
+    banners = {int(step): SOURCE.index(f"# ==== Step {step}:") for step, _, _ in rows} | {10: len(SOURCE)}
+    for step, functions, sentence in rows:
+        for name in re.findall(r"`(\w+)`", functions + sentence):
+            assert banners[int(step)] < SOURCE.index(f"\ndef {name}(") < banners[int(step) + 1], name
+
+
+def test_every_function_stands_below_all_that_it_needs():
+    """Read from top to bottom, the file uses no function before its definition."""
+    seen = set()
+    functions = [node for node in ast.parse(SOURCE).body if isinstance(node, ast.FunctionDef)]
+    later = {node.name for node in functions}
+    for node in functions:
+        later.discard(node.name)
+        seen.add(node.name)
+        used = {n.id for n in ast.walk(node) if isinstance(n, ast.Name)}
+        assert not used & later, f"{node.name} uses {used & later}"
+
+
+def test_the_options_are_the_program_s():
+    shown = subprocess.run([sys.executable, ROOT / "llm_inference.py", "--help"], capture_output=True, text=True)
+    options = set(re.findall(r"--[a-z][a-z-]*", shown.stdout)) - {"--help"}
+    table = README.split("## Options")[1].split("## Other models")[0]
+    assert set(re.findall(r"--[a-z][a-z-]*", table)) == options
+
+
+def test_every_file_that_is_named_is_there():
+    made_later = {"Qwen3-0.6B/", "SmolLM2-135M", "model.safetensors", "tokenizer.json", "config.json"}
+    for name in set(re.findall(r"`((?:tests/)?[\w.-]+\.(?:py|csv|txt)|tests/[\w/-]+)`", README)) - made_later:
+        assert (ROOT / name).exists(), name
+
+
+def test_the_figures_are_those_of_the_real_model():
+    config = json.loads((ROOT / "Qwen3-0.6B/config.json").read_text())
+    assert f"{config['hidden_size']:,} numbers that stand for the token" in README
+    assert f"All {config['num_hidden_layers']} blocks" in README
+    assert f"{len(mutations.MUTATIONS)} times" in README
+    assert f"{len(mutations.CHECKS)}" == "5"
+
+
+def test_python_versions_and_requirements_are_those_said():
+    assert "Python 3.10 to 3.13" in README
+    requirements = (ROOT / "requirements.txt").read_text()
+    assert {re.match(r"[\w-]+", line)[0] for line in requirements.splitlines()} == {
+        "mlx", "tokenizers", "cmeel-openblas"}
+
+
+def test_the_file_keeps_to_its_size():
+    """The reader's patience: 110 columns."""
+    assert max(map(len, SOURCE.splitlines())) <= 110
+
+
+def test_defaults_are_those_said():
+    import inspect
+    defaults = {name: p.default for name, p in inspect.signature(llm.generate).parameters.items()}
+    assert (defaults["max_tokens"], defaults["temperature"], defaults["top_p"]) == (100, 0.0, 0.95)
+    assert "add up to N tokens (100)" in README and "together (0.95)" in README
