@@ -66,7 +66,7 @@ EOS_IDS: set[int]               # the tokens that end a text: 151645 and 151643
 # What config.json must say for this file to compute the checkpoint exactly. None: the field may be left out.
 SUPPORTED = {
     "model_type": ("qwen3", "llama"), "hidden_act": ("silu", None), "attention_bias": (False, None),
-    "mlp_bias": (False, None), "rope_type": ("default", None), "type": ("default", None),
+    "mlp_bias": (False, None), "rope_scaling": (None,), "rope_parameters": (None,),
     "rope_interleaved": (False, None), "partial_rotary_factor": (1, None), "sliding_window": (None,),
     "use_sliding_window": (False, None), "layer_types": (None,), "num_experts": (None,),
     "num_local_experts": (None,), "quantization": (None,), "quantization_config": (None,),
@@ -90,11 +90,15 @@ def read_config(path):
     ValueError names the first field that is missing, or that asks for something this file would get wrong.
     """
     config = read_json(path)
-    for group in ("rope_scaling", "rope_parameters"):       # transformers 5 keeps rope_theta in the latter
-        rope = config.get(group) or {}
-        config |= rope if isinstance(rope, dict) else {"rope_type": rope}
+    plain = {"rope_type": "default", "type": "default", "partial_rotary_factor": 1}
+    for field in ("rope_scaling", "rope_parameters"):           # transformers 5: rope_theta is in the latter
+        rope = config.get(field) or {}
+        if isinstance(rope, dict):
+            config["rope_theta"] = rope.pop("rope_theta", config.get("rope_theta"))
+            if all(plain.get(key) == value for key, value in rope.items()):
+                config[field] = None                            # says what is true without it
     if config.get("use_sliding_window") is False:
-        config["sliding_window"] = None                         # its width is often written all the same
+        config["sliding_window"] = None                         # a width that is written but not used
     kinds = config.get("layer_types")
     if isinstance(kinds, list) and all(kind == "full_attention" for kind in kinds):
         config["layer_types"] = None
@@ -152,7 +156,8 @@ def read_weights(folder):
     files, index = ["model.safetensors"], folder / "model.safetensors.index.json"
     if index.exists() and not (folder / files[0]).exists():
         weight_map = read_json(index).get("weight_map")
-        files = sorted(set(map(str, weight_map.values()))) if isinstance(weight_map, dict) else []
+        files = weight_map.values() if isinstance(weight_map, dict) else []
+        files = sorted({file for file in files if isinstance(file, str)})
     stored = {}
     for file in files:
         try:
@@ -190,7 +195,7 @@ def load_model(folder, dtype=None):
     if numbers["N_LAYERS"] > len(stored):
         raise ValueError(f"{folder}: num_hidden_layers is {numbers['N_LAYERS']} with {len(stored)} tensors")
     has_head = "lm_head.weight" in stored
-    tied = config.get("tie_word_embeddings", not has_head)
+    tied = not has_head if config.get("tie_word_embeddings") is None else config["tie_word_embeddings"]
     shapes = expected_shapes(numbers, config["model_type"] == "qwen3", has_head or not tied)
     for name in sorted(shapes.keys() | stored.keys()):
         found, wanted = getattr(stored.get(name), "shape", "nothing"), shapes.get(name, "nothing")
@@ -543,7 +548,7 @@ def parse_arguments():
 def main():
     args = parse_arguments()
     try:
-        prompt = sys.stdin.buffer.read().decode().rstrip("\r\n") if args.prompt == "-" else args.prompt
+        prompt = open(0, "rb").read().decode().rstrip("\r\n") if args.prompt == "-" else args.prompt
         prompt.encode()                                         # an argument that is not UTF-8 has surrogates
     except UnicodeError as error:
         raise ValueError(f"the prompt is not UTF-8 text: {error}") from None

@@ -18,7 +18,8 @@ SOURCE = (ROOT / "llm_inference.py").read_text()
 
 def console_blocks():
     """(command, what it prints) for every `$ command` in a console block."""
-    for block in re.findall(r"```console\n(.*?)```", README, re.S):
+    for indent, block in re.findall(r"^( *)```console\n(.*?)^ *```", README, re.S | re.M):
+        block = re.sub(f"^{indent}", "", block, flags=re.M)
         for command, shown in re.findall(r"^\$ (.*)\n((?:(?!\$ ).*\n)*)", block, re.M):
             yield command, shown
 
