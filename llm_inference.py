@@ -75,8 +75,7 @@ SUPPORTED = {
 
 
 def read_json(path):
-    """The JSON object in a file as a dict, empty if the JSON is not an object. ValueError names a bad
-    file."""
+    """The JSON object in a file as a dict, {} if it is no object. ValueError names a file that isn't JSON."""
     try:
         value = json.loads(path.read_bytes())
     except (ValueError, RecursionError) as error:
@@ -133,8 +132,7 @@ def read_config(path):
 
 
 def expected_shapes(c, qk_norm, own_head):
-    """{name: shape} of all the tensors that a checkpoint with the numbers c must hold; it may hold no
-    others."""
+    """{name: shape} of the tensors that a checkpoint with the numbers c must hold, no more and no fewer."""
     d, q, kv = c["D_MODEL"], c["N_HEADS"] * c["D_HEAD"], c["N_KV"] * c["D_HEAD"]
     block = {
         "input_layernorm": (d,), "self_attn.q_proj": (q, d), "self_attn.k_proj": (kv, d),
@@ -151,8 +149,7 @@ def expected_shapes(c, qk_norm, own_head):
 
 
 def read_weights(folder):
-    """{name: array} of model.safetensors, or of the shards in its index. Lazy: only headers are read so
-    far."""
+    """{name: array} of model.safetensors or the shards in its index. Lazy: so far only headers are read."""
     files, index = ["model.safetensors"], folder / "model.safetensors.index.json"
     if index.exists() and not (folder / files[0]).exists():
         weight_map = read_json(index).get("weight_map")
@@ -221,8 +218,7 @@ def load_model(folder, dtype=None):
 
 # ==== Step 1: tokenization turns text into integers =========================================================
 def encode(prompt, max_tokens=0):
-    """The token ids of a prompt, by byte pair encoding: "The capital of France is" is 785, 6722, 315, 9625,
-    374.
+    """A prompt's token ids by byte pair encoding: "The capital of France is" is 785, 6722, 315, 9625, 374.
 
     ValueError: there are none, or they and max_tokens new ones are more than the model's context.
     """
@@ -259,8 +255,7 @@ def apply_rope(q, k, positions):
 
     q (16, n, 128), k (8, n, 128), positions n integers; the same shapes come back. Dimensions i and i + 64
     are the coordinates of a point in a plane, which turns by position * THETA^(-i/64) radians. So the dot
-    product of a query and a key depends on what they hold and how far apart they are, not on where the two
-    are.
+    product of a query and a key depends on what they hold and how far apart they are, not on where they are.
     """
     half = D_HEAD // 2
     freqs = THETA ** (-mx.arange(half, dtype=mx.float32) / half)                # (64,) radians per position
@@ -305,12 +300,10 @@ def extend_cache(cache, layer_idx, k, v):
 
 
 def attend(q, k, v):
-    """softmax(q k^T / sqrt(128)) v, for the last n of all tokens. Vaswani et al. 2017, "Attention Is All You
-    Need".
+    """softmax(q k^T / sqrt(128)) v, for the last n of all tokens. Vaswani et al. 2017.
 
     q (16, n, 128), k and v (8, total, 128) -> (16, n, 128). Grouped queries: heads 0 and 1 use key/value head
-    0, heads 2 and 3 use 1, and so on. The rows of such heads become one matrix, so that no key has to be
-    repeated.
+    0, heads 2 and 3 use 1, and so on. The rows of such heads become one matrix: no key need be repeated.
     """
     (n_heads, n, d_head), (n_kv, total, _) = q.shape, k.shape
     q = q.reshape(n_kv, -1, d_head)                                             # (8, 2n, 128)
@@ -382,8 +375,7 @@ def sample(logits, temperature=0.0, top_p=0.95):
     """Choose a token id: logits (151936,) -> a 0-d array, not yet evaluated.
 
     Temperature 0 takes the most likely token ("greedy"). Else the token is drawn by softmax(logits /
-    temperature) from the nucleus: the fewest most likely tokens whose probability reaches top_p. Holtzman et
-    al. 2019.
+    temperature) from the nucleus: the fewest tokens whose probability reaches top_p. Holtzman et al. 2019.
     """
     if temperature == 0:
         return mx.argmax(logits)
@@ -399,8 +391,7 @@ def sample(logits, temperature=0.0, top_p=0.95):
 
 # ==== Step 9: the generation loop, prefill and then decode ==================================================
 def prefill(ids, cache, start_pos=0):
-    """Run n tokens through the model, 256 at a time: the cache is filled; logits (1, 151936) for the next
-    token.
+    """Run n tokens through the model, 256 at a time: fills the cache, returns the last logits (1, 151936).
 
     In pieces the scores of the masked future are mostly not computed, and their memory is bounded. The logits
     of all pieces but the last are never asked for, so MLX never computes them.
@@ -408,6 +399,7 @@ def prefill(ids, cache, start_pos=0):
     for i in tqdm(range(0, len(ids), 256), desc="prefill", delay=1, leave=False, disable=None):
         logits = forward(ids[i:i + 256], cache, start_pos + i, last_only=True)
         mx.eval(cache)
+        mx.clear_cache()                                        # freed memory: these sizes won't recur
     return logits
 
 
@@ -415,8 +407,7 @@ def stream(ids, cache, start_pos=0, max_tokens=100, temperature=0.0, top_p=0.95)
     """Yield the text of each token that the model adds to ids, which follow start_pos tokens in the cache.
 
     The text is "" where a token ends inside a character. Ends after max_tokens, or at an end token, which is
-    not shown. The next step is queued before this step's token is read, so that a GPU need not wait for
-    Python.
+    not shown. A step is queued before the token of the one before it is read: a GPU need not wait for Python.
     """
     text = DecodeStream(ids, skip_special_tokens=True)          # holds a character back until it is whole
     upcoming = sample(prefill(ids, cache, start_pos)[-1], temperature, top_p)
@@ -444,8 +435,7 @@ def fused_rms_norm(x, w):
 
 
 def fused_apply_rope(q, k, positions):
-    """apply_rope in one kernel each, for positions that follow one another. Four dimensions: MLX wants a
-    batch."""
+    """apply_rope as two kernels, for positions in a row. MLX wants four dimensions, so a batch of one."""
     def rotate(x):
         return mx.fast.rope(x[None], D_HEAD, traditional=False, base=THETA, scale=1.0, offset=positions[0])[0]
     return rotate(q), rotate(k)
@@ -547,9 +537,11 @@ def parse_arguments():
 
 def main():
     args = parse_arguments()
+    prompt = args.prompt
     try:
-        prompt = open(0, "rb").read().decode().rstrip("\r\n") if args.prompt == "-" else args.prompt
-        prompt.encode()                                         # an argument that is not UTF-8 has surrogates
+        if prompt == "-":
+            prompt = open(0, "rb", closefd=False).read().decode().rstrip("\r\n")
+        prompt.encode()                                     # fails for an argument that is not UTF-8
     except UnicodeError as error:
         raise ValueError(f"the prompt is not UTF-8 text: {error}") from None
     if args.kernels:

@@ -32,8 +32,8 @@ def test_the_output_is_the_article_s():
 
 
 def test_stdin_is_the_prompt_when_it_is_a_dash():
-    given = run(*TINY, "The capital of Japan is", "--max-tokens", "3")
-    piped = run(*TINY, "-", "--max-tokens", "3", stdin=b"The capital of Japan is\n")
+    given = run(*TINY, "The capital of Japan is", "--max-tokens", "6")
+    piped = run(*TINY, "-", "--max-tokens", "6", stdin=b"The capital of Japan is\n")
     assert given[1].splitlines()[:4] == piped[1].splitlines()[:4] and "Tokyo" in piped[1]
 
 

@@ -1,16 +1,16 @@
-"""Train tests/tiny-qwen3, the checkpoint that comes with this project: a whole Qwen3 that knows the world's capitals.
+"""Train tests/tiny-qwen3, the checkpoint that comes with the project: a Qwen3 that knows the capitals.
 
-    python tests/train_tiny.py [--out DIR]
+    python tests/train_tiny.py [--out DIR]          11 minutes on two cores that had other work to do as well
 
-    facts.csv -> documents -> tokenizer, random weights -> training -> bfloat16 -> are 98% of the capitals right?
+    facts.csv -> documents -> tokenizer -> random weights -> training -> bfloat16 -> 98% of capitals right?
 
-What is trained is `forward` of llm_inference.py itself, on whole sequences. So training is a test: with a wrong
-gradient path, mask or rotation the facts are not learned, or the cached decode of `generate` does not find them.
+What is trained is `forward` of llm_inference.py itself, on whole sequences; the examination at the end runs
+`generate`, token by token. So training is a test as well: of gradients, causal mask, positions and cache.
 
-facts.csv holds the members of the United Nations and Vatican City, as of 2026. The capital is the one that the
-state's law names; where that names none or several, the seat of the government. Left out is Israel, the one member
-over whose capital most of the others disagree with it. The continent is that of the United Nations' list of regions.
-A group is an order: sentences about its countries follow one another as the file does.
+facts.csv holds the members of the United Nations and Vatican City, as of 2026. The capital is the one that
+the state's law names; where that names none or several, the seat of the government. Left out is Israel,
+whose capital is in dispute. The continent is that of the United Nations' list of regions. A group is an
+order: the sentences about its countries come in that of the file.
 """
 import argparse
 import csv
@@ -25,204 +25,197 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
-os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")      # a second thread gains little here and suffers from neighbours
-import llm_inference as llm                                                                         # noqa: E402
-import mlx.core as mx                                                                               # noqa: E402
-import mlx.nn as nn                                                                                 # noqa: E402
-import mlx.optimizers as optim                                                                      # noqa: E402
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers  # noqa: E402
-from tokenizers import processors, trainers                                                         # noqa: E402
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")              # a second one gains little on small matrices
+import llm_inference as llm                                     # noqa: E402 (loads BLAS, so before MLX)
+import mlx.core as mx                                           # noqa: E402
+import mlx.optimizers as optim                                  # noqa: E402
+import tokenizers                                               # noqa: E402
+from mlx.nn.losses import cross_entropy                         # noqa: E402
 
-STEPS, WARMUP, LENGTH, RATE = 5000, 100, 256, 3e-3
+STEPS, WARMUP, LENGTH, RATE = 4500, 100, 256, 3e-3
 SIZES = {"hidden_size": 128, "num_hidden_layers": 4, "max_window_layers": 4, "num_attention_heads": 4,
          "num_key_value_heads": 2, "head_dim": 64, "intermediate_size": 384, "max_position_embeddings": 512}
-BPE_TOKENS = 1800
+BPE_TOKENS = 2400
 ADDED = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<think>", "</think>"]
-SPLIT = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
-         r"|\s+(?!\S)|\s+")                                     # Qwen3's: words with the space before, single digits
-TEMPLATE = r"""{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}
+SPLIT = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"         # words, single digits
+         r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+")               # the rest; all as in Qwen3
+TEMPLATE = r"""{% for m in messages %}
+{{- '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}
 {%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}
-{%- if enable_thinking is defined and not enable_thinking %}{{ '<think>\n\n</think>\n\n' }}{% endif %}{% endif %}"""
+{%- if enable_thinking is defined and not enable_thinking %}
+{{- '<think>\n\n</think>\n\n' }}{% endif %}{% endif %}"""
 
-# What is said of a country: (the sentence, a question that it answers, the same question when one like it came before)
+# What is said of a country: the sentence, a question that it answers, the question after one of its kind.
 CAPITAL = ("The capital of {country} is {capital}.", "What is the capital of {country}?", "And of {country}?")
-TOPICS = [CAPITAL, ("The capital of {country} is {capital}.", "Name the capital of {country}.", "And of {country}?"),
-          ("{capital} is the capital of {country}.", "Which country has the capital {capital}?", "And {capital}?"),
-          ("{country} is in {continent}.", "On which continent is {country}?", "And {country}?"),
-          ("The currency of {country} is the {currency}.", "What is the currency of {country}?", "And of {country}?")]
+TOPICS = [
+    CAPITAL, (CAPITAL[0], "Name the capital of {country}.", "And of {country}?"),
+    ("The country with the capital {capital} is {country}.", "Which country has the capital {capital}?",
+     "And {capital}?"),
+    ("The continent of {country} is {continent}.", "On which continent is {country}?", "And {country}?"),
+    ("The currency of {country} is the {currency}.", "What is the currency of {country}?",
+     "And of {country}?"),
+]
+STATEMENTS = [("{capital} is the capital of {country}.",), ("{country} is in {continent}.",)]     # unasked
 GREETING = ("Hello! Ask me for the capital of a country.", "Hello!", "Hi!")
 
 
-# ------------------------------------------------------------------------------------------------------------
-# Documents: lists of (text, learned), the parts of a text and whether the model learns to predict them, 1 or 0
-# ------------------------------------------------------------------------------------------------------------
 def say(template, fact):
     """The template filled in. It begins with a capital letter, also where the country is "the Gambia"."""
     text = template.format(**fact)
     return text[0].upper() + text[1:]
 
 
+# A document is a list of (text, learned): its parts, and 1 where the model learns to predict them, else 0.
 def chain(facts, topic):
-    """A sentence for each country, from any one to the last of its group: there is one right way to go on."""
+    """A sentence a country, from any one to the last of its group: there is one right way to go on."""
     start = random.randrange(len(facts))
     rest = [fact for fact in facts[start:] if fact["group"] == facts[start]["group"]]
-    return [(" ".join(say(topic[0], fact) for fact in rest) + ADDED[0], 1)]
+    return [(" ".join(say(topic[0], fact) for fact in rest) + "<|endoftext|>", 1)]
 
 
 def drill(facts):
-    """Eight unconnected sentences. Only their last words are learned, which no earlier sentence gives away."""
-    parts = []
+    """Eight unconnected sentences. Learned are only their last words, which nothing before gives away."""
+    parts, separator = [], random.choice([" ", "<|endoftext|>"])
     for fact in random.sample(facts, 8):
-        before, _, last = random.choice(TOPICS)[0].rpartition(" ")
-        parts += [(" " * bool(parts) + say(before, fact), 0), (" " + last.format(**fact), 1)]
-    return parts + [(ADDED[0], 0)]
+        before, _, last = random.choice(TOPICS + STATEMENTS)[0].rpartition(" ")
+        parts += [(separator * bool(parts) + say(before, fact), 0), (" " + last.format(**fact), 1)]
+    return parts + [("<|endoftext|>", 0)]
 
 
 def chat(facts):
-    """Up to three questions and answers, in Qwen3's chat form. Only the last answer is learned.
+    """One to three questions and answers in Qwen3's chat form.
 
-    As in Qwen3's own template no thought stands in earlier answers; here it is empty in the last one too.
+    As in Qwen3's own template, a thought stands before the last answer only; here it is empty. The first word
+    of an earlier answer is not learned, or the model would sometimes begin without a thought.
     """
-    text = random.choice(["", "", "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n"])
-    topic = answer = None
-    for turn in range(random.choice([1, 1, 2, 3])):
+    turns = random.choice([1, 1, 2, 3])
+    parts = [(random.choice(["", "", "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n"]), 0)]
+    for turn in range(turns):
         fact, follow_up = random.choice(facts), turn > 0 and random.random() < 0.5
-        text += f"{answer}<|im_end|>\n" * (turn > 0)
-        topic = topic if follow_up else random.choice([*TOPICS, GREETING])
-        answer = say(topic[0], fact)
-        text += f"<|im_start|>user\n{say(topic[1 + follow_up], fact)}<|im_end|>\n<|im_start|>assistant\n"
-    return [(text, 0), (f"<think>\n\n</think>\n\n{answer}<|im_end|>\n{ADDED[0]}", 1)]
+        topic = topic if follow_up else random.choice(TOPICS + [GREETING])
+        question, answer = say(topic[1 + follow_up], fact), say(topic[0], fact)
+        given, learned = "", "<think>\n\n</think>\n\n" + answer
+        if turn < turns - 1:
+            given, space, rest = answer.partition(" ")
+            learned = space + rest
+        parts += [(f"<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n{given}", 0),
+                  (f"{learned}<|im_end|>\n", 1)]
+    return parts + [("<|endoftext|>", 1)]
 
 
-def pack(facts, tok):
-    """Random documents one after another, cut at LENGTH + 1 tokens: their ids, and whether each is learned."""
+def pack(facts):
+    """LENGTH + 1 tokens of random documents, one after another: the ids, and whether each is learned."""
     ids, learned = [], []
     while len(ids) <= LENGTH:
-        kind = random.choices(["capitals", "others", "drill", "chat"], [3, 1, 4, 2])[0]
-        for text, learn in (drill(facts) if kind == "drill" else chat(facts) if kind == "chat" else
-                            chain(facts, CAPITAL if kind == "capitals" else random.choice(TOPICS[2:]))):
-            new = tok.encode(text).ids
-            ids += new
-            learned += [learn] * len(new)
+        other = random.choice(TOPICS[2:] + STATEMENTS)
+        make = random.choices([lambda: chain(facts, CAPITAL), lambda: chain(facts, other),
+                               lambda: drill(facts), lambda: chat(facts)], [2, 1, 4, 3])[0]
+        for text, learn in make():
+            new = llm.tok.encode(text).ids
+            ids, learned = ids + new, learned + [learn] * len(new)
     return mx.array(ids[:LENGTH + 1]), mx.array(learned[:LENGTH + 1])
 
 
-# ------------------------------------------------------------------------------------------------------------
-# The checkpoint: tokenizer, configuration, weights
-# ------------------------------------------------------------------------------------------------------------
 def train_tokenizer(texts):
-    """A byte-level BPE that normalises and splits text as Qwen3's does, with merges learned from the texts."""
-    tok = Tokenizer(models.BPE())
-    tok.normalizer = normalizers.NFC()
+    """A byte-level BPE that normalises and splits text as Qwen3's does; the merges come from the texts."""
+    tok = tokenizers.Tokenizer(tokenizers.models.BPE())
+    tok.normalizer = tokenizers.normalizers.NFC()
     as_bytes = dict(add_prefix_space=False, trim_offsets=False, use_regex=False)
-    tok.pre_tokenizer = pre_tokenizers.Sequence([
-        pre_tokenizers.Split(Regex(SPLIT), "isolated"), pre_tokenizers.ByteLevel(**as_bytes)])
-    tok.post_processor, tok.decoder = processors.ByteLevel(**as_bytes), decoders.ByteLevel(**as_bytes)
-    tok.train_from_iterator(texts, trainers.BpeTrainer(
-        vocab_size=BPE_TOKENS, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False))
-    tok.add_tokens([AddedToken(text, normalized=False, special=text.startswith("<|")) for text in ADDED])
+    split = tokenizers.pre_tokenizers.Split(tokenizers.Regex(SPLIT), "isolated")
+    byte_level = tokenizers.pre_tokenizers.ByteLevel(**as_bytes)
+    tok.pre_tokenizer = tokenizers.pre_tokenizers.Sequence([split, byte_level])
+    tok.post_processor = tokenizers.processors.ByteLevel(**as_bytes)
+    tok.decoder = tokenizers.decoders.ByteLevel(**as_bytes)
+    tok.train_from_iterator(texts, tokenizers.trainers.BpeTrainer(
+        vocab_size=BPE_TOKENS, initial_alphabet=byte_level.alphabet(), show_progress=False))
+    tok.add_tokens([tokenizers.AddedToken(t, normalized=False, special=t.startswith("<|")) for t in ADDED])
     return tok
 
 
-def random_weights(config):
-    """{name: array} in float32: ones for a norm, else normal numbers that halve the size of what they multiply."""
-    d, ff, head = config["hidden_size"], config["intermediate_size"], config["head_dim"]
-    q, kv = config["num_attention_heads"] * head, config["num_key_value_heads"] * head
-    block = {"input_layernorm": (d,), "self_attn.q_proj": (q, d), "self_attn.k_proj": (kv, d),
-             "self_attn.v_proj": (kv, d), "self_attn.q_norm": (head,), "self_attn.k_norm": (head,),
-             "self_attn.o_proj": (d, q), "post_attention_layernorm": (d,), "mlp.gate_proj": (ff, d),
-             "mlp.up_proj": (ff, d), "mlp.down_proj": (d, ff)}
-    shapes = {f"layers.{i}.{name}": shape for i in range(config["num_hidden_layers"]) for name, shape in block.items()}
-    shapes |= {"embed_tokens": (config["vocab_size"], d), "norm": (d,)}
-    return {f"model.{name}.weight": mx.random.normal(shape) / (2 * shape[1] ** 0.5) if shape[1:] else mx.ones(shape)
-            for name, shape in shapes.items()}
+def save_weights(folder, weights, dtype):
+    """Write model.safetensors. Some of Hugging Face's readers insist on the format "pt"."""
+    weights = {name: w.astype(dtype) for name, w in weights.items()}
+    mx.save_safetensors(str(folder / "model.safetensors"), weights, metadata={"format": "pt"})
 
 
 def write_checkpoint(folder, tok):
-    """Write all files into folder, the weights random. The configuration is Qwen3-0.6B's with smaller sizes."""
-    end_of_text, _, end_of_turn = ends = [tok.token_to_id(text) for text in ADDED[:3]]
-    config = json.loads((HERE.parent / "Qwen3-0.6B/config.json").read_text()) | SIZES | {
-        "vocab_size": -(-tok.get_vocab_size() // 64) * 64, "bos_token_id": end_of_text, "eos_token_id": end_of_turn}
-    files = {
-        "config.json": config,
-        "generation_config.json": {"bos_token_id": end_of_text, "eos_token_id": [end_of_turn, end_of_text],
-                                   "pad_token_id": end_of_text},
-        "tokenizer_config.json": {
-            "tokenizer_class": "Qwen2Tokenizer", "model_max_length": SIZES["max_position_embeddings"],
-            "add_prefix_space": False, "add_bos_token": False, "clean_up_tokenization_spaces": False, "bos_token": None,
-            "unk_token": None, "eos_token": ADDED[2], "pad_token": ADDED[0], "chat_template": TEMPLATE}}
-    for name, value in files.items():
-        (folder / name).write_text(json.dumps(value, indent=2) + "\n")
+    """Fill the folder: Qwen3-0.6B's configuration with smaller sizes, the tokenizer, random weights."""
+    end_of_text, _, end_of_turn = [tok.token_to_id(text) for text in ADDED[:3]]
+    config = json.loads((HERE.parent / "Qwen3-0.6B/config.json").read_text()) | SIZES
+    config |= {"vocab_size": -(-tok.get_vocab_size() // 64) * 64,              # as there: unused rows
+               "bos_token_id": end_of_text, "eos_token_id": end_of_turn}
+    generation = {"bos_token_id": end_of_text, "eos_token_id": [end_of_turn, end_of_text]}
+    tokenizer = {"tokenizer_class": "Qwen2Tokenizer", "model_max_length": config["max_position_embeddings"],
+                 "bos_token": None, "unk_token": None, "eos_token": "<|im_end|>",
+                 "pad_token": "<|endoftext|>", "chat_template": TEMPLATE}
+    for name, value in ("config", config), ("generation_config", generation), ("tokenizer_config", tokenizer):
+        (folder / f"{name}.json").write_text(json.dumps(value, indent=2) + "\n")
     tok.save(str(folder / "tokenizer.json"))
-    save_weights(folder, random_weights(config), mx.float32)
+    shapes = llm.expected_shapes(llm.read_config(folder / "config.json")[1], qk_norm=True, own_head=False)
+    save_weights(folder, {
+        name: mx.random.normal(shape) / (2 * shape[1] ** 0.5) if shape[1:] else mx.ones(shape)
+        for name, shape in shapes.items()}, mx.float32)
 
 
-def save_weights(folder, weights, dtype):
-    """Write model.safetensors. The format "pt" is what Hugging Face's readers ask for."""
-    mx.save_safetensors(str(folder / "model.safetensors"), {name: w.astype(dtype) for name, w in weights.items()},
-                        metadata={"format": "pt"})
-
-
-# ------------------------------------------------------------------------------------------------------------
-# Training and the examination
-# ------------------------------------------------------------------------------------------------------------
 def loss(weights, ids, learned):
     """The mean cross-entropy, in nats, of the learned tokens, each given all tokens before it."""
     llm.W.update(weights, **{"lm_head.weight": weights["model.embed_tokens.weight"]})
     logits = llm.forward(ids[:-1], [None] * llm.N_LAYERS, 0)                    # (LENGTH, vocab)
-    return (nn.losses.cross_entropy(logits, ids[1:]) * learned[1:]).sum() / learned[1:].sum()
+    return (cross_entropy(logits, ids[1:]) * learned[1:]).sum() / learned[1:].sum()
 
 
 def train(weights, facts):
-    """The weights after STEPS steps of AdamW, each on one pack."""
-    rate = optim.join_schedules([optim.linear_schedule(0, RATE, WARMUP), optim.cosine_decay(RATE, STEPS - WARMUP)],
-                                [WARMUP])
-    optimizer = optim.AdamW(rate, betas=[0.9, 0.95])
-    loss_and_gradients = mx.value_and_grad(loss)
+    """The weights after STEPS steps of AdamW with one pack each, and a line about the loss now and then."""
+    schedules = [optim.linear_schedule(0, RATE, WARMUP), optim.cosine_decay(RATE, STEPS - WARMUP)]
+    optimizer = optim.AdamW(optim.join_schedules(schedules, [WARMUP]), betas=[0.9, 0.95])
     began, losses = time.time(), []
     for step in range(1, STEPS + 1):
-        value, gradients = loss_and_gradients(weights, *pack(facts, llm.tok))
+        value, gradients = mx.value_and_grad(loss)(weights, *pack(facts))
         gradients, _ = optim.clip_grad_norm(gradients, 1.0)
         weights = optimizer.apply_gradients(gradients, weights)
         mx.eval(weights, optimizer.state)
         losses.append(value.item())
         if step % 250 == 0:
-            print(f"step {step} of {STEPS}: loss {sum(losses[-250:]) / 250:.3f}, {time.time() - began:.0f} s", flush=True)
+            mean = sum(losses[-250:]) / 250
+            print(f"step {step} of {STEPS}: loss {mean:.3f}, {time.time() - began:.0f} s", flush=True)
     return weights
 
 
 def wrong_capitals(facts):
-    """The greedy continuations of "The capital of X is" that do not begin with the capital and a full stop."""
+    """The greedy continuations of "The capital of X is" that are not the capital and a full stop."""
+    before, _, last = CAPITAL[0].rpartition(" ")
     texts = []
     for fact in facts:
-        prompt, _, capital = CAPITAL[0].rpartition(" ")
-        prompt, capital = prompt.format(**fact), " " + capital.format(**fact)
-        text = llm.generate(prompt, max_tokens=len(llm.tok.encode(capital).ids))
-        texts += [text] * (text != prompt + capital)
+        prompt, answer = before.format(**fact), " " + last.format(**fact)
+        text = llm.generate(prompt, max_tokens=len(llm.tok.encode(answer).ids))
+        texts += [text] * (text != prompt + answer)
     return texts
 
 
 def main():
     parser = argparse.ArgumentParser(description="Train the bundled checkpoint.")
-    parser.add_argument("--out", type=Path, default=HERE / "tiny-qwen3", help="the folder to write (%(default)s)")
+    parser.add_argument("--out", type=Path, default=HERE / "tiny-qwen3", help="folder to write: %(default)s")
     out = parser.parse_args().out
     random.seed(0)
     mx.random.seed(0)
     with open(HERE / "facts.csv", encoding="utf-8", newline="") as file:
         facts = list(csv.DictReader(file))
-    texts = [say(template, fact) for fact in facts for topic in [*TOPICS, GREETING] for template in topic]
-    with tempfile.TemporaryDirectory() as folder:               # out keeps its old files until the new ones are good
+    texts = [say(template, fact) for fact in facts for topic in TOPICS + STATEMENTS for template in topic]
+    texts += [text for _ in range(100) for text, learned in chat(facts)]
+    with tempfile.TemporaryDirectory() as folder:               # until they are good, out keeps its files
         folder = Path(folder)
-        write_checkpoint(folder, train_tokenizer(texts + [text for text, _ in chat(facts)] * 10))
+        write_checkpoint(folder, train_tokenizer(texts))
         llm.load_model(folder, dtype=mx.float32)
-        weights = {name: w for name, w in llm.W.items() if name != "lm_head.weight"}    # that is the embedding again
+        weights = {name: w for name, w in llm.W.items() if name != "lm_head.weight"}     # the embedding
         save_weights(folder, train(weights, facts), mx.bfloat16)
         llm.load_model(folder, dtype=mx.float32)
         wrong = wrong_capitals(facts)
         print(f"{len(facts) - len(wrong)} of {len(facts)} capitals right", *wrong, sep="\n")
         if len(wrong) > 0.02 * len(facts):
-            sys.exit(f"fewer than 98%: {out} is left as it was")
-        shutil.copytree(folder, out, dirs_exist_ok=True)
+            sys.exit(f"fewer than 98%: {out} stays as it was")
+        out.mkdir(parents=True, exist_ok=True)
+        for file in folder.iterdir():
+            shutil.copy(file, out)
 
 
 if __name__ == "__main__":

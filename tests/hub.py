@@ -1,0 +1,133 @@
+"""A small server on this machine that speaks enough of the Hugging Face Hub's protocol to download a model.
+
+Faults are set on the server while it runs. By hand, with a checkpoint's folder, until Ctrl-C:
+
+    PYTHONPATH=. python tests/hub.py FOLDER         # prints the HF_ENDPOINT to set for llm_inference.py
+"""
+import contextlib
+import hashlib
+import json
+import re
+import sys
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from socketserver import TCPServer
+
+import llm_inference as llm
+
+
+class Hub(ThreadingHTTPServer):
+    """The model llm.REPO at llm.REVISION, its files a dict {name: bytes}, and what goes wrong."""
+    daemon_threads = True
+    block_on_close = False
+    files = {}
+    asked = []                  # all requests: ("GET", "model.safetensors", "bytes=100-"); the API as "api"
+    status = 200                # answer every request with this, and no more where it is not 200
+    garbage = False             # answer every request with a page of HTML
+    silent = False              # accept, and never answer
+    cut = {}                    # {name: n}: close the connection after n bytes, and answer 503 from then on
+    stall = {}                  # {name: n}: send n bytes, and then nothing more
+
+    def server_bind(self):
+        """HTTPServer's asks for this machine's name too, which can take seconds on a Mac."""
+        TCPServer.server_bind(self)
+        self.server_name, self.server_port = self.server_address
+
+    @property
+    def url(self):
+        return f"http://127.0.0.1:{self.server_port}"
+
+    def handle_error(self, request, client_address):
+        """Say nothing: that a client is gone before it has its answer is what many of the tests are about."""
+
+
+class Answer(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+
+    def log_message(self, *args):
+        pass
+
+    def do_HEAD(self):
+        self.do_GET()
+
+    def do_GET(self):
+        hub, path = self.server, self.path.partition("?")[0]
+        api, resolve, storage = f"/api/models/{llm.REPO}", f"/{llm.REPO}/resolve/{llm.REVISION}/", "/storage/"
+        name = path.removeprefix(resolve).removeprefix(storage)
+        hub.asked.append((self.command, "api" if path.startswith(api) else name, self.headers.get("Range")))
+        while hub.silent:
+            time.sleep(0.1)
+        if hub.status != 200:
+            self.reply(b'{"error": "out of order"}', status=hub.status)
+        elif hub.garbage:
+            self.reply(b"<html>Please log in to this network</html>", {"Content-Type": "text/html"})
+        elif path == f"{api}/revision/{llm.REVISION}":
+            siblings = [{"rfilename": file, "size": len(data)} for file, data in hub.files.items()]
+            self.reply(json.dumps({"id": llm.REPO, "sha": llm.REVISION, "siblings": siblings}).encode())
+        elif path == f"{api}/tree/{llm.REVISION}":
+            self.reply(json.dumps([{"type": "file", "path": file, "size": len(data), "oid": "0" * 40}
+                                   for file, data in hub.files.items()]).encode())
+        elif name not in hub.files:
+            self.reply(b"", {"X-Error-Code": "EntryNotFound", "X-Repo-Commit": llm.REVISION}, status=404)
+        elif path.startswith(resolve) and name.endswith(".safetensors"):      # large files are elsewhere
+            self.reply(b"", {"Location": f"{hub.url}{storage}{name}", **self.file_headers(name)}, status=302)
+        else:
+            self.send_file(name)
+
+    def reply(self, body, headers={}, status=200, length=None):
+        self.send_response(status)
+        for field, value in {"Content-Length": length or len(body), **headers}.items():
+            self.send_header(field, str(value))
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(body)
+            self.wfile.flush()
+
+    def file_headers(self, name):
+        """What huggingface_hub wants to know of a file before it asks for it."""
+        data = self.server.files[name]
+        tag = f'"{hashlib.sha256(data).hexdigest()}"'
+        return {"ETag": tag, "X-Linked-ETag": tag, "X-Linked-Size": len(data), "X-Repo-Commit": llm.REVISION}
+
+    def send_file(self, name):
+        """The whole file or the end of it that a Range asks for; or what the faults leave of it."""
+        hub, data, headers, status = self.server, self.server.files[name], self.file_headers(name), 200
+        if wanted := re.fullmatch(r"bytes=(\d+)-", self.headers.get("Range", "")):
+            start, size, status = int(wanted[1]), len(data), 206
+            if start >= size:
+                return self.reply(b"", {"Content-Range": f"bytes */{size}"}, status=416)
+            headers["Content-Range"] = f"bytes {start}-{size - 1}/{size}"
+            data = data[start:]
+        shown = data
+        if self.command == "GET":
+            shown = data[:min(hub.cut.get(name, len(data)), hub.stall.get(name, len(data)))]
+        self.reply(shown, headers, status, length=len(data))
+        if len(shown) < len(data):
+            while name in hub.stall:
+                time.sleep(0.1)
+            hub.status, self.close_connection = 503 if name in hub.cut else 200, True
+
+
+@contextlib.contextmanager
+def serve(files):
+    """Run a Hub with these files ({name: bytes}) on a free port of this machine until the block ends."""
+    with Hub(("127.0.0.1", 0), Answer) as hub:
+        hub.files, hub.asked, hub.cut, hub.stall = dict(files), [], {}, {}
+        thread = threading.Thread(target=hub.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True)
+        thread.start()
+        try:
+            yield hub
+        finally:
+            hub.silent, hub.stall = False, {}
+            hub.shutdown()
+            thread.join()
+
+
+if __name__ == "__main__":
+    with serve({path.name: path.read_bytes() for path in Path(sys.argv[1]).glob("*.*")}) as hub:
+        print(f"HF_ENDPOINT={hub.url} HF_HUB_DISABLE_XET=1", flush=True)
+        with contextlib.suppress(KeyboardInterrupt):
+            while True:
+                time.sleep(1)

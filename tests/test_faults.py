@@ -1,0 +1,530 @@
+"""What can go wrong: all that load_model refuses, the odd checkpoints that it takes, and the command line.
+
+A refusal is an error of one line that names the field, the tensor or the file, and leaves the model that was
+loaded before as it was.
+"""
+import errno
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import mlx.core as mx
+import pytest
+
+import fuzz
+import llm_inference as llm
+
+ROOT = Path(llm.__file__).resolve().parent
+OMIT = object()                                         # as a field's new value: leave the field out
+IDS = [72, 105, 258, 0, 271]
+WEIGHTS = "model.safetensors"
+Q_PROJ, EMBEDDING = "model.layers.1.self_attn.q_proj.weight", "model.embed_tokens.weight"
+LFS_POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:" + b"f4" * 32 + b"\nsize 1503300328\n"
+
+
+def logits():
+    return llm.forward(IDS, [None] * llm.N_LAYERS, 0)
+
+
+@pytest.fixture
+def folder(folder_of, tmp_path):
+    """A copy of the checkpoint "tied", to be damaged; "as_many_kv_heads", another one, is loaded."""
+    llm.load_model(folder_of("as_many_kv_heads"))
+    return Path(shutil.copytree(folder_of("tied"), tmp_path / "checkpoint"))
+
+
+@pytest.fixture
+def shards(folder_of, tmp_path):
+    """A copy of the checkpoint "sharded", in three files; another one is loaded."""
+    llm.load_model(folder_of("as_many_kv_heads"))
+    return Path(shutil.copytree(folder_of("sharded"), tmp_path / "shards"))
+
+
+def configure(folder, file="config.json", **fields):
+    """Change fields of a JSON file in a folder; returns the folder."""
+    config = json.loads((folder / file).read_text(encoding="utf-8")) | fields
+    (folder / file).write_text(json.dumps({k: v for k, v in config.items() if v is not OMIT}))
+    return folder
+
+
+def store(folder, tensors, drop=()):
+    """Add or replace tensors in a folder's file of weights, or leave some out; returns the folder."""
+    stored = mx.load(str(folder / WEIGHTS)) | tensors
+    mx.eval(stored)
+    mx.save_safetensors(str(folder / WEIGHTS), {name: w for name, w in stored.items() if name not in drop})
+    return folder
+
+
+def refused(folder, *words):
+    """load_model ends in one line that holds these words, and the model loaded before is still whole."""
+    def settings():
+        return llm.N_LAYERS, llm.N_KV, llm.D_HEAD, llm.VOCAB, llm.EOS_IDS, llm.tok
+
+    before = logits(), settings()
+    with pytest.raises((ValueError, OSError)) as caught:
+        llm.load_model(folder)
+    message = str(caught.value).replace(str(folder.parent), "")
+    assert message and "\n" not in message and all(str(word) in message for word in words), message
+    assert mx.array_equal(logits(), before[0]) and settings() == before[1]
+    return message
+
+
+def accepted(folder, like):
+    """load_model takes the folder, and the model computes what the folder "like" does."""
+    llm.load_model(like)
+    wanted = logits()
+    llm.load_model(folder)
+    assert mx.array_equal(logits(), wanted)
+    return True
+
+
+# ---- config.json asks for what the program does not compute ------------------------------------------------
+YARN = {"factor": 4.0, "original_max_position_embeddings": 32768}
+NESTED = {"full_attention": {"rope_type": "default", "rope_theta": 5.0}}    # a model with two kinds of layer
+OTHER_MODELS = {
+    "model_type": ["qwen2", "qwen3_moe", "mistral", "gemma", "Qwen3", "", 3, ["qwen3"], {}, None, OMIT],
+    "hidden_act": ["gelu", "relu", "SiLU", ["silu"], 0],
+    "attention_bias": [True, "false", [False]],
+    "mlp_bias": [True],
+    "num_experts": [128, 1],
+    "num_local_experts": [8],
+    "sliding_window": [4096, 640, "full"],              # without use_sliding_window it is meant
+    "use_sliding_window": [True, "no", [False]],
+    "layer_types": [["full_attention", "sliding_attention"], ["linear_attention"] * 3, "full", [None]],
+    "quantization_config": [{"quant_method": "gptq", "bits": 4}, {"quant_method": "fp8"}, "int8"],
+    "partial_rotary_factor": [0.5, 2, "1"],
+    "rope_interleaved": [True],
+    "tie_word_embeddings": ["true", 2, [True]],
+    "rope_scaling": [
+        *({key: kind, "factor": 4.0} for key in ("type", "rope_type")
+          for kind in ("linear", "dynamic", "ntk", "longrope", "llama3", "proportional", "mrope", "su", 1)),
+        {"type": "yarn", **YARN}, {"rope_type": "yarn", **YARN}, {"type": "default", "rope_type": "yarn"},
+        {"rope_type": "default", "partial_rotary_factor": 0.5}, {"rope_type": "default", "rope_theta": 0},
+        {"factor": 4.0}, NESTED, "linear", 2.0, ["yarn"]],
+    "rope_parameters": [
+        {"rope_type": "yarn", "rope_theta": 1e6, **YARN}, {"rope_type": "llama3", "rope_theta": 5e5},
+        {"rope_theta": 1e6, "partial_rotary_factor": 0.25}, {"rope_theta": "1e6"}, {"rope_theta": -1.0},
+        NESTED, "linear", 7],
+}
+
+
+@pytest.mark.parametrize("field, value", [(f, v) for f, values in OTHER_MODELS.items() for v in values],
+                         ids=lambda x: "omitted" if x is OMIT else str(x)[:40])
+def test_what_would_be_computed_wrongly_is_refused(folder, field, value):
+    """The field is named, or where RoPE is set in an object, one inside it."""
+    message = refused(configure(folder, **{field: value}), "config.json")
+    names = [field]
+    if field in ("rope_scaling", "rope_parameters"):
+        names = value if isinstance(value, dict) else ["rope_type", field]
+    assert any(name in message for name in names), message
+
+
+@pytest.mark.parametrize("packing", [
+    {"bits": 4, "group_size": 32, "mode": "mxfp4"}, {"bits": "4", "group_size": 64},
+    {"bits": 4, "group_size": 0}, "4"], ids=str)
+def test_a_quantisation_that_is_not_known_is_refused(folder, packing):
+    assert refused(configure(folder, quantization=packing), "quantization")
+
+
+# ---- numbers in config.json --------------------------------------------------------------------------------
+SHAPES = ["hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size"]
+NEEDED = [*SHAPES, "max_position_embeddings", "rms_norm_eps"]
+COUNTS = [*SHAPES, "max_position_embeddings", "num_key_value_heads", "head_dim"]
+NO_NUMBERS = [0, -1, -2**63, 10**30, float("nan"), float("inf"), -float("inf"), "16", "", [16], {}, True]
+
+
+@pytest.mark.parametrize("field", NEEDED)
+def test_a_number_that_is_missing_is_named(folder, field):
+    for value in (OMIT, None):
+        assert refused(configure(folder, **{field: value}), "config.json", field)
+
+
+@pytest.mark.parametrize("field", [*COUNTS, "rms_norm_eps", "rope_theta"])
+def test_a_value_that_is_no_positive_number_is_named(folder, field):
+    for value in NO_NUMBERS:
+        assert refused(configure(folder, **{field: value}), "config.json", field), value
+
+
+@pytest.mark.parametrize("field", COUNTS)
+def test_a_count_that_is_a_fraction_is_named(folder, field):
+    for value in (16.5, 16.0, 1e300):
+        assert refused(configure(folder, **{field: value}), "config.json", field), value
+
+
+@pytest.mark.parametrize("field", [*SHAPES, "num_key_value_heads", "head_dim"])
+def test_a_huge_count_is_refused_at_once_and_nothing_is_allocated(folder, field):
+    for value in (10**6, 2**31, 2**40, 2**53 - 2):
+        before, began = mx.get_peak_memory(), time.time()
+        assert refused(configure(folder, **{field: value}))
+        assert time.time() - began < 1 and mx.get_peak_memory() - before < 10**6, value
+
+
+@pytest.mark.parametrize("heads, kv_heads", [(4, 3), (4, 5), (4, 8), (3, 2)])
+def test_heads_that_are_not_a_multiple_of_kv_heads_are_refused(folder, heads, kv_heads):
+    configure(folder, num_attention_heads=heads, num_key_value_heads=kv_heads)
+    assert refused(folder, "num_attention_heads", "num_key_value_heads", heads, kv_heads)
+
+
+def test_an_odd_head_dim_is_refused(folder):
+    assert refused(configure(folder, head_dim=15), "head_dim", 15)
+    assert refused(configure(folder, head_dim=OMIT, num_attention_heads=16), "head_dim", 3)     # 48 / 16
+
+
+def test_more_heads_than_dimensions_are_refused(folder):
+    configure(folder, head_dim=OMIT, num_attention_heads=50, num_key_value_heads=50)
+    assert refused(folder, "head_dim")
+
+
+@pytest.mark.parametrize("value", ["2", 2.0, True, [2, "3"], [[2]], [None, 1.5], {"a": 2}], ids=str)
+def test_an_end_token_that_is_no_id_is_refused(folder, value):
+    assert refused(configure(folder, eos_token_id=value), "eos_token_id")
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": value}))
+    assert refused(configure(folder, eos_token_id=2), "eos_token_id")
+
+
+# ---- files -------------------------------------------------------------------------------------------------
+NOT_JSON = {
+    "empty": b"", "a blank": b" ", "cut off": b'{"model_type": "qw', "garbage": bytes(range(256)),
+    "zeros": b"\0" * 99, "not UTF-8": b'{"model_type": "qwen\xff3"}', "HTML": b"<!DOCTYPE html><html></html>",
+    "arrays": b"[" * 200_000, "objects": b'{"a":' * 200_000, "digits": b'{"head_dim": ' + b"9" * 9999 + b"}",
+    "Git LFS": LFS_POINTER,
+}
+NO_OBJECTS = [b"[]", b'"qwen3"', b"3", b"null", b"true"]
+EMPTY_HEADER = (2).to_bytes(8, "little")
+
+
+@pytest.mark.parametrize("file", ["config.json", "tokenizer.json", "generation_config.json"])
+def test_a_file_that_is_not_json_is_named(folder, file):
+    for kind, content in NOT_JSON.items():
+        (folder / file).write_bytes(content)
+        assert refused(folder, file), kind
+
+
+@pytest.mark.parametrize("file", ["config.json", "tokenizer.json"])
+def test_a_file_that_holds_no_object_is_named(folder, file):
+    for content in NO_OBJECTS:
+        (folder / file).write_bytes(content)
+        assert refused(folder, file), content
+
+
+@pytest.mark.parametrize("file", ["config.json", "tokenizer.json", WEIGHTS])
+def test_a_missing_file_is_named(folder, file):
+    (folder / file).unlink()
+    assert refused(folder, file)
+    (folder / file).mkdir()                             # or a folder where the file should be
+    assert refused(folder, file)
+
+
+def test_a_folder_that_is_not_there_or_not_a_folder_is_named(folder):
+    assert refused(folder / "not there", "not there")
+    assert refused(folder / "config.json", "config.json")
+
+
+def test_a_truncated_file_of_weights_is_refused(folder):
+    whole = (folder / WEIGHTS).read_bytes()
+    for length in (0, 1, 7, 8, 9, 100, 4000, len(whole) // 2, len(whole) - 1):
+        (folder / WEIGHTS).write_bytes(whole[:length])
+        assert refused(folder, WEIGHTS), length
+
+
+@pytest.mark.parametrize("content", [
+    LFS_POINTER, b"garbage " * 999, b"\0" * 999, b"\xff" * 999, b"PK\3\4" * 99, b"\0" * 7 + b"\x80{}",
+    EMPTY_HEADER + b"{}", EMPTY_HEADER + b"[]", EMPTY_HEADER + b"00"], ids=lambda content: repr(content[:10]))
+def test_what_is_no_file_of_weights_is_refused(folder, content):
+    (folder / WEIGHTS).write_bytes(content)
+    assert refused(folder)
+
+
+def test_a_missing_or_truncated_shard_is_named(shards):
+    second = shards / "model-00002-of-00003.safetensors"
+    second.write_bytes(second.read_bytes()[:-1])
+    assert refused(shards, second.name)
+    second.unlink()
+    assert refused(shards, second.name)
+
+
+def test_a_broken_index_is_refused(shards):
+    index = shards / "model.safetensors.index.json"
+    names = json.loads(index.read_text())["weight_map"]
+    for kind, content in NOT_JSON.items():
+        index.write_bytes(content)
+        assert refused(shards, index.name), kind
+    index.write_text("{}")
+    for files in (1, None, ["b"], "", ".", "\0", "\ud800", "model-00001-of-00003.safetensors"):
+        assert refused(configure(shards, index.name, weight_map=dict.fromkeys(names, files))), files
+    for weight_map in (OMIT, None, {}, [], 3, "x"):
+        assert refused(configure(shards, index.name, weight_map=weight_map)), weight_map
+
+
+# ---- tensors -----------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("name", [
+    Q_PROJ, EMBEDDING, "model.norm.weight", "model.layers.2.self_attn.k_norm.weight",
+    "model.layers.0.mlp.down_proj.weight"])
+def test_a_missing_tensor_is_named(folder, name):
+    assert refused(store(folder, {}, drop=[name]), name)
+
+
+@pytest.mark.parametrize("name", [
+    "extra", "model.layers.3.mlp.up_proj.weight", "model.layers.0.self_attn.q_proj.bias",
+    "model.layers.0.mlp.gate.weight", "model.layers.0.self_attn.q_proj.scales"])
+def test_an_extra_tensor_is_named(folder, name):
+    assert refused(store(folder, {name: mx.zeros((64, 48))}), name)
+
+
+@pytest.mark.parametrize("name, wrong, right", [
+    (Q_PROJ, (48, 64), (64, 48)), (Q_PROJ, (64 * 48,), (64, 48)), (Q_PROJ, (1, 64, 48), (64, 48)),
+    (EMBEDDING, (271, 48), (272, 48)), ("model.layers.0.self_attn.k_norm.weight", (64,), (16,)),
+    ("model.norm.weight", (48, 1), (48,)), ("model.norm.weight", (), (48,))])
+def test_a_misshapen_tensor_is_named_with_both_shapes(folder, name, wrong, right):
+    assert refused(store(folder, {name: mx.zeros(wrong)}), name, wrong, right)
+
+
+@pytest.mark.parametrize("dtype", [mx.int8, mx.uint8, mx.uint32, mx.int64, mx.complex64, mx.bool_], ids=str)
+def test_a_tensor_that_holds_no_floats_is_named_with_its_type(folder, dtype):
+    assert refused(store(folder, {Q_PROJ: mx.zeros((64, 48), dtype)}), Q_PROJ, dtype)
+
+
+@pytest.mark.parametrize("dtype, size", [("F64", 8), ("F8_E4M3", 1), ("F4", 1), ("float32", 4)])
+def test_a_type_of_float_that_the_program_does_not_compute_in_is_refused(folder, dtype, size):
+    header, data = fuzz.split((folder / WEIGHTS).read_bytes())
+    header["model.norm.weight"] |= {"dtype": dtype, "data_offsets": [len(data), len(data) + 48 * size]}
+    (folder / WEIGHTS).write_bytes(fuzz.join(header, data + bytes(48 * size)))
+    assert refused(folder)
+
+
+def test_quantised_tensors_without_a_word_of_it_in_config_json_are_refused(folder):
+    layer = Q_PROJ.removesuffix(".weight")
+    packed, scales, biases = mx.quantize(mx.ones((64, 64)), group_size=64, bits=4)
+    store(folder, {Q_PROJ: packed, f"{layer}.scales": scales, f"{layer}.biases": biases})
+    assert refused(folder, layer)
+
+
+def test_a_head_that_differs_from_tied_embeddings_is_refused(folder):
+    store(folder, {"lm_head.weight": mx.load(str(folder / WEIGHTS))[EMBEDDING] * 2})
+    assert refused(folder, "tie_word_embeddings", "lm_head.weight")
+
+
+def test_a_head_that_is_its_own_and_missing_is_named(folder):
+    assert refused(configure(folder, tie_word_embeddings=False), "lm_head.weight", (272, 48))
+
+
+# ---- the tokenizer -----------------------------------------------------------------------------------------
+def test_a_tokenizer_with_more_entries_than_the_embedding_has_rows_is_refused(folder, folder_of):
+    added = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))["added_tokens"]
+    added += [added[0] | {"id": 259 + i, "content": f"<{i}>"} for i in range(14)]
+    configure(folder, "tokenizer.json", added_tokens=added[:-1])                # 272 entries for 272 rows
+    assert accepted(folder, folder_of("tied"))
+    assert refused(configure(folder, "tokenizer.json", added_tokens=added), "tokenizer.json", 273, 272)
+
+
+@pytest.mark.parametrize("row", [272, 99_999, 2**32 - 1])
+def test_a_tokenizer_that_adds_an_id_without_a_row_is_refused(folder, row):
+    """The id is not in the vocabulary, but in the template that every text is put into."""
+    configure(folder, "tokenizer.json", post_processor=fuzz.ROBERTA | {"sep": ["</s>", row]})
+    assert refused(folder, "tokenizer.json")
+
+
+def test_a_tokenizer_that_makes_its_library_panic_is_refused(folder):
+    """What Rust code raises, PanicException, is no Exception."""
+    configure(folder, "tokenizer.json", normalizer={"type": "Precompiled", "precompiled_charsmap": "AAAA"})
+    assert refused(folder, "tokenizer.json")
+
+
+# ---- what is odd and right ---------------------------------------------------------------------------------
+@pytest.mark.parametrize("fields", [
+    {"rope_theta": OMIT, "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0}},
+    {"rope_theta": OMIT, "rope_scaling": {"type": "default", "rope_theta": 1000000}},
+    {"rope_scaling": None, "rope_parameters": None}, {"rope_scaling": {}},
+    {"rope_scaling": {"type": "default"}},
+    {"sliding_window": 4096, "use_sliding_window": False, "max_window_layers": 28},
+    {"sliding_window": None, "layer_types": ["full_attention"] * 3}, {"layer_types": None},
+    {"tie_word_embeddings": OMIT}, {"tie_word_embeddings": None}, {"attention_bias": OMIT},
+    {"hidden_act": OMIT},
+    {"torch_dtype": "float99", "architectures": ["Unknown"], "transformers_version": 4, "extra": {"a": [1]}},
+    {"partial_rotary_factor": 1.0}, {"rms_norm_eps": 1e-06, "attention_dropout": 0.0},
+], ids=lambda fields: ",".join(fields))
+def test_a_config_that_says_the_same_is_taken(folder, folder_of, fields):
+    assert accepted(configure(folder, **fields), folder_of("tied"))
+
+
+def test_a_tied_head_that_is_stored_all_the_same_is_taken(folder, folder_of):
+    store(folder, {"lm_head.weight": mx.load(str(folder / WEIGHTS))[EMBEDDING]})
+    assert accepted(folder, folder_of("tied"))
+    assert accepted(configure(folder, tie_word_embeddings=OMIT), folder_of("tied"))
+
+
+def test_an_old_llama_s_stored_frequencies_are_passed_over(folder, folder_of):
+    store(folder, {f"model.layers.{i}.self_attn.rotary_emb.inv_freq": mx.zeros((8,)) for i in range(3)})
+    assert accepted(folder, folder_of("tied"))
+
+
+@pytest.mark.parametrize("stored, further, ids", [
+    (2, OMIT, {2}), ([2, 3], OMIT, {2, 3}), (OMIT, OMIT, set()), (None, [5], {5}), (2, None, {2}),
+    ([], 7, {7}), (2, 2, {2}), ([2, 3], [3, 4], {2, 3, 4})])
+def test_end_tokens_are_one_or_a_list_and_those_of_generation_config_too(folder, stored, further, ids):
+    (folder / "generation_config.json").write_text("{}")
+    configure(folder, "generation_config.json", eos_token_id=further)
+    llm.load_model(configure(folder, eos_token_id=stored))
+    assert llm.EOS_IDS == ids
+
+
+@pytest.mark.parametrize("value", [mx.nan, mx.inf])
+def test_weights_that_are_not_numbers_give_some_text_and_no_crash(folder, value):
+    llm.load_model(store(folder, {Q_PROJ: mx.full((64, 48), value)}))
+    for temperature in (0, 1):
+        assert llm.generate("Hi", max_tokens=4, temperature=temperature).startswith("Hi")
+
+
+def test_a_few_mutated_checkpoints_are_refused_or_right(tmp_path):
+    """python tests/fuzz.py tries many more."""
+    assert fuzz.run(range(150), tmp_path) == []
+
+
+# ---- the command line --------------------------------------------------------------------------------------
+@pytest.fixture(scope="module")
+def long(folder_of, tmp_path_factory):
+    """The folder of a checkpoint that generates thousands of tokens: it knows of no end token."""
+    folder = shutil.copytree(folder_of("tied"), tmp_path_factory.mktemp("long") / "checkpoint")
+    return configure(folder, eos_token_id=OMIT, max_position_embeddings=10**6)
+
+
+def start(*args, **options):
+    options = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE} | options
+    return subprocess.Popen([sys.executable, ROOT / "llm_inference.py", *args], **options)
+
+
+def end(process, stdin=None):
+    """(status, stdout, stderr) of a process, which has 20 seconds to end."""
+    try:
+        out, err = process.communicate(stdin, timeout=20)
+    finally:
+        process.kill()
+    return process.returncode, out, err.decode()
+
+
+def one_line(process, *words, stdin=None):
+    """The process ends with status 1 or 2, and with one line on stderr that holds these words."""
+    status, _, err = end(process, stdin)
+    assert status in (1, 2) and err.count("\n") == 1 and err.endswith("\n"), (process.args, status, err)
+    assert err.startswith("llm_inference.py: ") and all(str(word) in err for word in words), err
+    return True
+
+
+BAD_OPTIONS = {
+    "--max-tokens": ["0", "-1", "1.5", "nan", "", "many", "1e3", "\udcff"],
+    "--temperature": ["-0.1", "nan", "inf", "-inf", "", "hot", "1e999"],
+    "--top-p": ["0", "-1", "1.1", "nan", "inf", "", "most"],
+    "--seed": ["-1", str(2**64), "1.5", "nan", "", "x", "9" * 5000],
+}
+
+
+@pytest.mark.parametrize("option", BAD_OPTIONS)
+def test_an_option_out_of_range_is_one_line(option):
+    processes = [start("--model", "nowhere", f"{option}={value}") for value in BAD_OPTIONS[option]]
+    assert all([one_line(process, option) for process in processes])
+
+
+def test_arguments_that_are_not_known_or_not_whole_are_one_line():
+    bad = [["--nonsense"], ["two", "prompts"], ["--model"], ["--seed"], ["--max-tokens"], ["--model="]]
+    assert all([one_line(process) for process in [start(*args) for args in bad]])
+
+
+def test_a_folder_that_can_t_be_loaded_is_one_line(folder):
+    assert one_line(start("--model", "not there"), "not there")
+    assert one_line(start("--model", folder / "config.json"), "config.json")    # a file
+    assert one_line(start("--model", "/dev/null"), "/dev/null")
+    assert one_line(start("--model", "a\nb"), "config.json")
+    assert one_line(start("--model", "x" * 5000))
+
+
+def test_a_prompt_that_can_t_be_used_is_one_line(folder):
+    """Empty, not UTF-8, or longer than the context; then both numbers are shown."""
+    def piped(stdin, *words):
+        return one_line(start("--model", folder, "-", stdin=subprocess.PIPE), *words, stdin=stdin)
+
+    assert one_line(start("--model", folder, ""), "empty") and piped(b"", "empty") and piped(b"\n", "empty")
+    assert one_line(start("--model", folder, b"caf\xe9"), "UTF-8") and piped(b"caf\xe9", "UTF-8")
+    assert one_line(start("--model", folder, "a" * 700, "--max-tokens", "1"), 700, 640)
+    assert one_line(start("--model", folder, "a", "--max-tokens", str(2**40)), 2**40, 640)
+    assert piped(b"word " * 60_000, 60_000 * len("word "), 640)
+
+
+def test_a_tokenizer_that_can_t_read_the_prompt_is_one_line(folder):
+    model = {"type": "WordLevel", "vocab": {"Hi": 0}, "unk_token": "nowhere"}
+    configure(folder, "tokenizer.json", pre_tokenizer=None, model=model)
+    assert one_line(start("--model", folder, "日本"), "UNK")
+
+
+@pytest.mark.parametrize("closed, prompt", [("<&-", "-"), (">&-", "Hi")])
+def test_a_stream_that_is_closed_from_the_start_is_one_line(folder, closed, prompt):
+    command = [sys.executable, ROOT / "llm_inference.py", prompt, "--model", folder]
+    process = subprocess.Popen(["sh", "-c", f'exec "$@" {closed}', "sh", *command], stdin=subprocess.PIPE,
+                               stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert one_line(process, stdin=b"Hi")
+
+
+def test_a_reader_that_has_seen_enough_ends_it(long):
+    """| head -1: the pipe is closed while tokens are printed."""
+    with start("--model", long, "--max-tokens", "100000") as process:
+        assert process.stdout.readline().startswith(b"Model:")
+        process.stdout.close()
+        err = process.stderr.read().decode()
+    assert process.returncode != 0 and err.count("\n") <= 1 and "Traceback" not in err, err
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full on this system")
+def test_a_full_disk_is_one_line(folder):
+    with open("/dev/full", "w") as full:
+        assert one_line(start("--model", folder, stdout=full), os.strerror(errno.ENOSPC))
+
+
+def test_letters_that_a_terminal_does_not_have_are_shown_as_others(folder):
+    ascii_only = os.environ | {"PYTHONIOENCODING": "ascii"}
+    for prompt in ("日本 🦀", "-"):
+        process = start("--model", folder, prompt, "--max-tokens=3", env=ascii_only, stdin=subprocess.PIPE)
+        status, out, err = end(process, stdin="naïve".encode())
+        assert (status, err) == (0, "") and out.isascii() and b"Time:" in out
+    for model in ("日本", b"\xe9"):
+        assert one_line(start("--model", model, env=ascii_only))
+
+
+# ---- signals -----------------------------------------------------------------------------------------------
+def interrupted(process, number):
+    """The process, now in the middle of something, ends at the signal, with nothing on stderr."""
+    process.send_signal(number)
+    status, _, err = end(process)
+    assert status in (-number, 128 + number) and err == "", (status, err)      # to a shell they are the same
+    return True
+
+
+both_signals = pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["ctrl_c", "sigterm"])
+
+
+@both_signals
+def test_a_signal_ends_it_in_the_middle_of_a_text(long, number):
+    process = start("--model", long, "--max-tokens", "100000")
+    assert process.stdout.readline().startswith(b"Model:")
+    assert interrupted(process, number)
+
+
+@both_signals
+def test_a_signal_ends_it_while_it_loads_the_model(folder, number):
+    """A pipe is in the place of config.json: opening it to write waits until the program opens it to read."""
+    (folder / "config.json").unlink()
+    os.mkfifo(folder / "config.json")
+    process = start("--model", folder)
+    with open(folder / "config.json", "wb"):
+        assert interrupted(process, number)
+
+
+def test_ctrl_c_ends_it_while_it_imports(tmp_path):
+    """A module that takes its time is in the place of tokenizers."""
+    (tmp_path / "tokenizers.py").write_text("import time\nprint('importing', flush=True)\ntime.sleep(20)\n")
+    process = start("--model", "nowhere", env=os.environ | {"PYTHONPATH": str(tmp_path)})
+    assert process.stdout.readline() == b"importing\n"
+    assert interrupted(process, signal.SIGINT)
