@@ -21,10 +21,14 @@ import hashlib
 import json
 import math
 import os
+import signal
 import sys
 import tempfile
 import time
 from pathlib import Path
+
+if __name__ == "__main__":                                      # Ctrl-C: leave at once, with no traceback
+    signal.signal(signal.SIGINT, lambda *_: os._exit(130))
 
 
 def load_openblas():
@@ -180,13 +184,16 @@ def load_model(folder, dtype=None):
         raise ValueError(f"{folder}: eos_token_id is {json.dumps(eos)}, not token ids")
     try:
         tokenizer = Tokenizer.from_buffer((folder / "tokenizer.json").read_bytes())
-    except ValueError as error:
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        largest = max([0, *tokenizer.get_vocab().values(), *tokenizer.encode("").ids])
+    except OSError:
+        raise
+    except BaseException as error:                              # a panic in Rust is no Exception
         raise ValueError(f"{folder / 'tokenizer.json'} is not a tokenizer: {error}") from None
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
-    if max(tokenizer.get_vocab().values(), default=0) >= numbers["VOCAB"]:
-        raise ValueError(f"{folder / 'tokenizer.json'} has {tokenizer.get_vocab_size()} tokens, more than "
-                         f"the embedding's vocab_size of {numbers['VOCAB']} rows")
+    if largest >= numbers["VOCAB"]:
+        raise ValueError(f"{folder / 'tokenizer.json'} has {largest + 1} tokens, more than the embedding's "
+                         f"vocab_size of {numbers['VOCAB']} rows")
 
     stored = read_weights(folder)
     if numbers["N_LAYERS"] > len(stored):
@@ -205,6 +212,9 @@ def load_model(folder, dtype=None):
         raise ValueError(f"{folder}: tie_word_embeddings is true, but lm_head.weight is not the embedding")
     if dtype is None:
         dtype = embedding.dtype if mx.default_device() == mx.gpu else mx.float32
+    needed = sum(w.size for w in stored.values()) * dtype.size
+    if needed > os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"):
+        raise ValueError(f"{folder}: the weights need {needed / 1e9:.1f} GB of memory, more than there is")
     del embedding
 
     W.clear()
@@ -400,6 +410,9 @@ def prefill(ids, cache, start_pos=0):
         logits = forward(ids[i:i + 256], cache, start_pos + i, last_only=True)
         mx.eval(cache)
         mx.clear_cache()                                        # freed memory: these sizes won't recur
+    if not mx.isfinite(logits).all():
+        bad = [name for name, w in W.items() if not mx.isfinite(w).all()]
+        raise ValueError(f"the logits are not finite; neither is {bad[0] if bad else 'a step on the way'}")
     return logits
 
 
@@ -465,8 +478,8 @@ HERE = Path(__file__).resolve().parent
 REPO, REVISION = "Qwen/Qwen3-0.6B", "c1899de289a04d12100db370d81485cdf75e47ca"
 SHA256 = {
     "config.json": "660db3b73d788119c04535e48cf9be5f55bc3100841a718637ae695b442f27dd",
-    "model.safetensors": "f47f71177f32bcd101b7573ec9171e6a57f4f4d31148d38e382306f42996874b",
     "tokenizer.json": "aeb13307a71acd8fe81861d94ad54ab689df773318809eed3cbe794b4492dae4",
+    "model.safetensors": "f47f71177f32bcd101b7573ec9171e6a57f4f4d31148d38e382306f42996874b",
 }
 
 
@@ -475,27 +488,33 @@ def download(folder):
 
     Files appear in the folder only when all are there and right; a download that was cut off goes on later.
     """
-    from huggingface_hub import HfApi, snapshot_download    # comes with tokenizers, and is slow to import
-    files = [*SHA256, "generation_config.json", "tokenizer_config.json"]
+    from huggingface_hub import HfApi, hf_hub_url           # comes with tokenizers, and is slow to import
+    from huggingface_hub.file_download import http_get
+    files = ["generation_config.json", "tokenizer_config.json", *SHA256]
     incoming = folder / ".incoming"
     try:
-        HfApi().repo_info(REPO, revision=REVISION, timeout=4)
+        info = HfApi().repo_info(REPO, revision=REVISION, timeout=4, files_metadata=True)
     except Exception as error:                              # offline, no such host, a proxy that refuses, ...
         print(f"Qwen3-0.6B is not here and the Hugging Face Hub can't be reached ({type(error).__name__}): "
               f"the bundled tests/tiny-qwen3 runs.\nTo get the real model by hand, put {', '.join(files)} "
               f"of {REPO} into {folder}", file=sys.stderr)
         return False
+    sizes = {file.rfilename: file.size for file in info.siblings}
     try:
-        snapshot_download(REPO, revision=REVISION, local_dir=incoming, allow_patterns=files)
+        incoming.mkdir(parents=True, exist_ok=True)
+        for name in files:
+            with open(incoming / name, "ab") as file:       # what is there of it is not fetched again
+                http_get(hf_hub_url(REPO, name, revision=REVISION), file, resume_size=file.tell(),
+                         expected_size=sizes.get(name), displayed_filename=name)
     except Exception as error:
         raise ValueError(f"the download of {REPO} broke off; run again to go on: {error}") from None
     for name, expected in SHA256.items():
         if hashlib.sha256((incoming / name).read_bytes()).hexdigest() != expected:
             (incoming / name).unlink()
             raise ValueError(f"{name} was downloaded with a wrong SHA-256, and is thrown away")
-    for name in files:
-        with contextlib.suppress(FileNotFoundError):        # not every revision has the last two
-            (incoming / name).replace(folder / name)
+    for name in files:                                      # the weights last: find_model looks for them
+        (incoming / name).replace(folder / name)
+    incoming.rmdir()
     return True
 
 
@@ -573,8 +592,6 @@ def main():
 if __name__ == "__main__":
     try:
         main()
-    except KeyboardInterrupt:
-        os._exit(130)                                       # at once: not even MLX's threads are waited for
-    except (OSError, ValueError, RuntimeError, MemoryError) as error:
+    except Exception as error:
         print("llm_inference.py:", *(str(error) or type(error).__name__).split(), file=sys.stderr, flush=True)
-        os._exit(1)
+        os._exit(1)                                         # at once: stdout is not flushed again
