@@ -17,10 +17,12 @@ asked for.
 import argparse
 import contextlib
 import ctypes
+import functools
 import hashlib
 import json
 import math
 import os
+import re
 import signal
 import sys
 import tempfile
@@ -60,21 +62,26 @@ HAS_OPENBLAS = sys.platform == "linux" and load_openblas()      # before MLX is 
 import mlx.core as mx                                           # noqa: E402
 from tokenizers import Tokenizer                                # noqa: E402
 from tokenizers.decoders import DecodeStream                    # noqa: E402
+from tokenizers.pre_tokenizers import ByteLevel                 # noqa: E402
 from tqdm import tqdm                                           # noqa: E402  (tokenizers brings it)
 
 # ==== The model: weights, a tokenizer and some numbers, all filled in by load_model =========================
 W: dict[str, mx.array] = {}     # every weight under its Hugging Face name
 tok: Tokenizer                  # text <-> token ids
 EOS_IDS: set[int]               # the tokens that end a text: 151645 and 151643
+PACKING: dict                   # how a quantised matrix is packed, one of QUANTIZED; None if none is
 
+# MLX's quantised weights: integers of a few bits, and for each group of them in a row a scale and a bias
+QUANTIZED = [{"group_size": group_size, "bits": bits} | mode for group_size in (32, 64, 128)
+             for bits in (2, 3, 4, 5, 6, 8) for mode in ({}, {"mode": "affine"})]
 # What config.json must say for this file to compute the checkpoint exactly. None: the field may be left out.
 SUPPORTED = {
     "model_type": ("qwen3", "llama"), "hidden_act": ("silu", None), "attention_bias": (False, None),
     "mlp_bias": (False, None), "rope_scaling": (None,), "rope_parameters": (None,),
     "rope_interleaved": (False, None), "partial_rotary_factor": (1, None), "sliding_window": (None,),
     "use_sliding_window": (False, None), "layer_types": (None,), "num_experts": (None,),
-    "num_local_experts": (None,), "quantization": (None,), "quantization_config": (None,),
-    "tie_word_embeddings": (True, False, None),
+    "num_local_experts": (None,), "tie_word_embeddings": (True, False, None),
+    "quantization": (None, *QUANTIZED), "quantization_config": (None, *QUANTIZED),
 }
 
 
@@ -107,8 +114,7 @@ def read_config(path):
         config["layer_types"] = None
     for field, values in SUPPORTED.items():
         if config.get(field) not in values:
-            raise ValueError(f"{path}: {field} is {json.dumps(config.get(field))}; "
-                             f"this program computes only {' or '.join(map(json.dumps, values))}")
+            raise ValueError(f"{path}: {field} is {json.dumps(config.get(field))}, which is not supported")
 
     def number(field, default=None, kind=int):
         value = default if config.get(field) is None else config[field]
@@ -135,8 +141,11 @@ def read_config(path):
     return config, numbers
 
 
-def expected_shapes(c, qk_norm, own_head):
-    """{name: shape} of the tensors that a checkpoint with the numbers c must hold, no more and no fewer."""
+def expected_shapes(c, qk_norm, own_head, packing=None):
+    """{name: shape} of the tensors that a checkpoint with the numbers c must hold, no more and no fewer.
+
+    packing: one of QUANTIZED, or None. A row's integers are packed into numbers of 32 bits.
+    """
     d, q, kv = c["D_MODEL"], c["N_HEADS"] * c["D_HEAD"], c["N_KV"] * c["D_HEAD"]
     block = {
         "input_layernorm": (d,), "self_attn.q_proj": (q, d), "self_attn.k_proj": (kv, d),
@@ -149,6 +158,11 @@ def expected_shapes(c, qk_norm, own_head):
         shapes["lm_head.weight"] = (c["VOCAB"], d)
     for i in range(c["N_LAYERS"]):
         shapes |= {f"model.layers.{i}.{name}.weight": shape for name, shape in block.items()}
+    for name, shape in list(shapes.items()) if packing else []:
+        if len(shape) == 2:
+            shapes[name] = (shape[0], shape[1] * packing["bits"] // 32)
+            groups = (shape[0], shape[1] // packing["group_size"])
+            shapes |= {name.replace(".weight", part): groups for part in (".scales", ".biases")}
     return shapes
 
 
@@ -168,71 +182,97 @@ def read_weights(folder):
     return {name: w for name, w in stored.items() if not name.endswith("rotary_emb.inv_freq")}  # old Llamas'
 
 
-def load_model(folder, dtype=None):
-    """Fill W, tok, EOS_IDS and the numbers above from a folder in Hugging Face form, such as Qwen3-0.6B/.
-
-    dtype: what to compute in. None: as stored on a GPU; float32 on a CPU, where bfloat16 products are slow.
-    OSError: a file can't be read. ValueError, in one line that names field or tensor: this file would not
-    compute the checkpoint exactly. After either, the model that was loaded before is still whole.
-    """
-    folder = Path(folder)
-    config, numbers = read_config(folder / "config.json")
-    more = folder / "generation_config.json"
-    eos = [config.get("eos_token_id"), read_json(more).get("eos_token_id") if more.exists() else None]
-    eos = [i for ids in eos for i in (ids if isinstance(ids, list) else [ids]) if i is not None]
-    if not all(type(i) is int for i in eos):
-        raise ValueError(f"{folder}: eos_token_id is {json.dumps(eos)}, not token ids")
+def read_tokenizer(path, rows):
+    """A tokenizers.Tokenizer from tokenizer.json. ValueError if it is none, or gives ids that have no row."""
     try:
-        tokenizer = Tokenizer.from_buffer((folder / "tokenizer.json").read_bytes())
-        tokenizer.no_truncation()
+        tokenizer = Tokenizer.from_buffer(path.read_bytes())
+        tokenizer.no_truncation()                               # the file may ask for both, for training
         tokenizer.no_padding()
         largest = max([0, *tokenizer.get_vocab().values(), *tokenizer.encode("").ids])
     except OSError:
         raise
     except BaseException as error:                              # a panic in Rust is no Exception
-        raise ValueError(f"{folder / 'tokenizer.json'} is not a tokenizer: {error}") from None
-    if largest >= numbers["VOCAB"]:
-        raise ValueError(f"{folder / 'tokenizer.json'} has {largest + 1} tokens, more than the embedding's "
-                         f"vocab_size of {numbers['VOCAB']} rows")
+        raise ValueError(f"{path} is not a tokenizer: {error}") from None
+    if largest >= rows:
+        raise ValueError(f"{path} has {largest + 1} tokens, the embedding only {rows} rows (vocab_size)")
+    return tokenizer
 
+
+def read_eos(config, path):
+    """The set of end tokens in config.json and, if there is one, in generation_config.json."""
+    found = [config.get("eos_token_id"), read_json(path).get("eos_token_id") if path.exists() else None]
+    ids = [i for entry in found for i in (entry if isinstance(entry, list) else [entry]) if i is not None]
+    if not all(type(i) is int for i in ids):
+        raise ValueError(f"{path.parent}: eos_token_id is {json.dumps(ids)}, not token ids")
+    return set(ids)
+
+
+def check_weights(folder, stored, shapes):
+    """ValueError if a tensor is missing, misshapen, too many or of another type, or memory is too small."""
+    for name in sorted(shapes.keys() | stored.keys()):
+        found, wanted = getattr(stored.get(name), "shape", "nothing"), shapes.get(name, "nothing")
+        if found != wanted:
+            raise ValueError(f"{folder}: {name}: the weights hold {found}, config.json asks for {wanted}")
+        packed = name.endswith(".weight") and name.replace(".weight", ".scales") in shapes
+        if stored[name].dtype not in ((mx.uint32,) if packed else (mx.bfloat16, mx.float16, mx.float32)):
+            raise ValueError(f"{folder}: {name} is {stored[name].dtype}, which is not supported")
+    needed = sum(w.nbytes for w in stored.values())
+    if needed > os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"):
+        raise ValueError(f"{folder}: the weights take {needed / 1e9:.1f} GB, more memory than there is")
+
+
+def load_model(folder, dtype=None, quantize=None):
+    """Fill W, tok and all the other globals from a folder in Hugging Face form, such as Qwen3-0.6B/.
+
+    dtype: what to compute in. None: as stored on a GPU; float32 on a CPU, where bfloat16 products are slow.
+    quantize: the bits, 4 or 8, to which the matrices are rounded; None leaves them as they are.
+    OSError: a file can't be read. ValueError, in one line that names field or tensor: this file would not
+    compute the checkpoint exactly. After either, the model that was loaded before is still whole.
+    """
+    folder = Path(folder)
+    config, numbers = read_config(folder / "config.json")
+    eos = read_eos(config, folder / "generation_config.json")
+    tokenizer = read_tokenizer(folder / "tokenizer.json", numbers["VOCAB"])
     stored = read_weights(folder)
     if numbers["N_LAYERS"] > len(stored):
         raise ValueError(f"{folder}: num_hidden_layers is {numbers['N_LAYERS']} with {len(stored)} tensors")
     has_head = "lm_head.weight" in stored
     tied = not has_head if config.get("tie_word_embeddings") is None else config["tie_word_embeddings"]
-    shapes = expected_shapes(numbers, config["model_type"] == "qwen3", has_head or not tied)
-    for name in sorted(shapes.keys() | stored.keys()):
-        found, wanted = getattr(stored.get(name), "shape", "nothing"), shapes.get(name, "nothing")
-        if found != wanted:
-            raise ValueError(f"{folder}: {name}: the weights hold {found}, config.json asks for {wanted}")
-        if stored[name].dtype not in (mx.bfloat16, mx.float16, mx.float32):
-            raise ValueError(f"{folder}: {name} is {stored[name].dtype}, not bfloat16, float16 or float32")
+    packing = config.get("quantization") or config.get("quantization_config")
+    shapes = expected_shapes(numbers, config["model_type"] == "qwen3", has_head or not tied, packing)
+    check_weights(folder, stored, shapes)
     embedding = stored["model.embed_tokens.weight"]
     if tied and has_head and not mx.array_equal(stored.pop("lm_head.weight"), embedding):
         raise ValueError(f"{folder}: tie_word_embeddings is true, but lm_head.weight is not the embedding")
+    if quantize and packing:
+        raise ValueError(f"{folder} is quantised already, to {packing['bits']} bits")
+    uneven = [name for name, shape in shapes.items() if quantize and len(shape) == 2 and shape[1] % 64]
+    if uneven:
+        raise ValueError(f"{folder}: {uneven[0]} can't be quantised: its rows are not groups of 64 numbers")
     if dtype is None:
-        dtype = embedding.dtype if mx.default_device() == mx.gpu else mx.float32
-    needed = sum(w.size for w in stored.values()) * dtype.size
-    if needed > os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"):
-        raise ValueError(f"{folder}: the weights need {needed / 1e9:.1f} GB of memory, more than there is")
-    del embedding
+        dtype = stored["model.norm.weight"].dtype if mx.default_device() == mx.gpu else mx.float32
 
+    del embedding
     W.clear()
     for name in list(stored):
-        W[name] = stored.pop(name).astype(dtype)
-        mx.eval(W[name])                                        # now, so that the stored copy can go
+        w = stored.pop(name)
+        if quantize and w.ndim == 2:
+            packing = {"group_size": 64, "bits": quantize}
+            w, *rest = mx.quantize(w, **packing)
+            W.update(zip((name.replace(".weight", ".scales"), name.replace(".weight", ".biases")), rest))
+        W[name] = w
+    for name, w in W.items():
+        if w.dtype != mx.uint32:
+            W[name] = w.astype(dtype)
+        mx.eval(W[name])                                        # now, so that what was stored can go
     if tied:
-        W["lm_head.weight"] = W["model.embed_tokens.weight"]
-    globals().update(numbers, tok=tokenizer, EOS_IDS=set(eos))  # N_LAYERS = 28 and so on
+        W.update({n.replace("model.embed_tokens", "lm_head"): w for n, w in W.items() if "embed" in n})
+    globals().update(numbers, tok=tokenizer, EOS_IDS=eos, PACKING=packing)      # N_LAYERS = 28 and so on
 
 
 # ==== Step 1: tokenization turns text into integers =========================================================
-def encode(prompt, max_tokens=0):
-    """A prompt's token ids by byte pair encoding: "The capital of France is" is 785, 6722, 315, 9625, 374.
-
-    ValueError: there are none, or they and max_tokens new ones are more than the model's context.
-    """
-    ids = tok.encode(prompt).ids
+def check_length(ids, max_tokens):
+    """The ids again. ValueError: there are none, or they and max_tokens new ones exceed the context."""
     if not ids:
         raise ValueError("the prompt is empty")
     if len(ids) + max_tokens > MAX_POSITIONS:
@@ -241,10 +281,22 @@ def encode(prompt, max_tokens=0):
     return ids
 
 
+def encode(prompt, max_tokens=0):
+    """A prompt's token ids by byte pair encoding: "The capital of France is" is 785, 6722, 315, 9625, 374.
+
+    ValueError as in check_length.
+    """
+    return check_length(tok.encode(prompt).ids, max_tokens)
+
+
 # ==== Step 2: embedding turns integers into vectors =========================================================
 def embed(token_ids):
     """The row of the embedding matrix for each of n token ids: (n,) -> (n, 1024)."""
-    return W["model.embed_tokens.weight"][mx.array(token_ids)]
+    ids, w = mx.array(token_ids), W["model.embed_tokens.weight"]
+    if w.dtype == mx.uint32:                                    # quantised
+        scales, biases = W["model.embed_tokens.scales"], W["model.embed_tokens.biases"]
+        return mx.dequantize(w[ids], scales[ids], biases[ids], **PACKING)
+    return w[ids]
 
 
 # ==== Step 3: RMSNorm brings every vector to the same size ==================================================
@@ -284,6 +336,9 @@ def apply_rope(q, k, positions):
 def linear(x, name):
     """Multiply x by a weight matrix, which is stored as (out, in): (n, in) -> (n, out)."""
     w = W[name]
+    if w.dtype == mx.uint32:                                    # quantised: unpacked while it is multiplied
+        scales, biases = (W[name.replace(".weight", part)] for part in (".scales", ".biases"))
+        return mx.quantized_matmul(x, w, scales, biases, **PACKING)
     if len(x) == 1:
         return (w @ x.T).T                                      # the same, and faster for a single row
     return x @ w.T
@@ -473,6 +528,205 @@ def use_kernels(kind):
 use_kernels("fused" if mx.default_device() == mx.gpu else "explicit")
 
 
+# ==== Beyond the article: a conversation, in Qwen3's chat template ==========================================
+def ids_of(text, typed=False):
+    """Token ids of a piece of the template, or of text that was typed, where "<|im_end|>" has no meaning."""
+    tok.encode_special_tokens = typed
+    return tok.encode(text, add_special_tokens=False).ids
+
+
+def turn_ids(role, text):
+    """Token ids of one turn; role is "system", "user" or "assistant"."""
+    return ids_of("<|im_start|>") + ids_of(f"{role}\n{text}", typed=True) + ids_of("<|im_end|>\n")
+
+
+def typed_lines():
+    """The lines of stdin that are not blank. At a terminal readline edits them."""
+    with contextlib.suppress(ImportError):
+        import readline                                         # noqa: F401  (from now on input uses it)
+    talk = sys.stdin.isatty()
+    with contextlib.suppress(EOFError):
+        while True:
+            if (line := input("> " * talk)).strip():
+                leave = signal.getsignal(signal.SIGINT)
+                signal.signal(signal.SIGINT, signal.default_int_handler if talk else leave)
+                yield line                                      # now it is answered
+                signal.signal(signal.SIGINT, leave)
+
+
+def chat(questions, system=None, think=False, max_tokens=1000, temperature=0.0, top_p=0.95):
+    """Print an answer to each of the questions, as turns of one conversation.
+
+    Without think an answer begins with an empty thought, so that the model thinks no more. Thoughts are not
+    kept, as in Qwen3's own template: once an answer is there the cache goes back to the end of the question,
+    and the answer without its thought is run again, in one go, with the next question. So an answer may break
+    off anywhere: Ctrl-C at a terminal stops it, and what was shown stays part of the conversation.
+    """
+    if tok.token_to_id("<|im_end|>") not in EOS_IDS:
+        raise ValueError("--chat needs a model that ends its turns with <|im_end|>, such as Qwen3-0.6B")
+    thought = "" if think or tok.token_to_id("<think>") is None else "<think>\n\n</think>\n\n"
+    opening = ids_of(f"<|im_start|>assistant\n{thought}")
+    colour = bool(sys.stdout.isatty() and not os.environ.get("NO_COLOR"))
+    dim, plain = "\033[2m" * colour, "\033[0m" * colour         # for thoughts
+    start = [] if system is None else turn_ids("system", system)
+    said, held, cache = start, 0, [None] * N_LAYERS             # tokens, and how many of them the cache holds
+    for question in questions:
+        if said != start and len(said + turn_ids("user", question) + opening) + max_tokens > MAX_POSITIONS:
+            print(f"(The context of {MAX_POSITIONS} tokens is full: a new chat begins.)", file=sys.stderr)
+            said, held, cache = start, 0, [None] * N_LAYERS
+        said = said + turn_ids("user", question)
+        new, answer = check_length(said + opening, max_tokens)[held:], ""
+        with contextlib.suppress(KeyboardInterrupt):
+            for piece in stream(new, cache, held, max_tokens, temperature, top_p):
+                answer += piece
+                piece = piece.replace("<think>", dim + "<think>").replace("</think>", "</think>" + plain)
+                print(piece, end="", flush=True)
+        print(plain)
+        held = min(len(said), cache[-1][2] if cache[-1] else 0)     # less if prefill was stopped
+        cache = [entry and (*entry[:2], held) for entry in cache]
+        said = said + turn_ids("assistant", answer.split("</think>")[-1].lstrip("\n"))
+
+
+# ==== Beyond the article: see inside, with --explain and --trace ============================================
+# A step's function, and what stands in the name of all that it reads for a token: "" in any name, "-" in none
+STEPS = {"2 embed": "embed", "3 rms_norm": "layernorm", "4 apply_rope": "-", "5 attention": "self_attn",
+         "6 ffn": "mlp", "7 transformer_block": "layers", "8 linear": "model.norm|lm_head", "8 sample": "-",
+         "9 forward": ""}
+WATCHED = [step[2:] for step in STEPS] + ["extend_cache", "attend"]
+
+
+def watch(run):
+    """Call run(), and note each call of a function in WATCHED meanwhile: [depth, name, arguments, result]."""
+    calls, functions = [], {name: globals()[name] for name in WATCHED}
+
+    def watched(name, *args, **options):
+        call = [sum(len(c) == 3 for c in calls), name, args]    # as deep as there are calls without a result
+        calls.append(call)
+        call.append(functions[name](*args, **options))
+        return call[-1]
+
+    globals().update({name: functools.partial(watched, name) for name in WATCHED})
+    try:
+        run()
+    finally:
+        globals().update(functions)
+    return calls
+
+
+def shapes_of(values):
+    """The shapes of an array, or of the arrays in a tuple, as text."""
+    values = values if isinstance(values, tuple) else (values,)
+    return " ".join(str(value.shape) for value in values if isinstance(value, mx.array))
+
+
+def spell(token_id):
+    """A token in quotes, so that a space before it shows; as bytes where these are not whole characters."""
+    piece = tok.id_to_token(token_id) or ""
+    text = " " * piece.startswith("\u2581") + tok.decode([token_id], skip_special_tokens=False)
+    if "\ufffd" in text and "\ufffd" not in piece:
+        rest = sorted(set(range(256)) - set(map(ord, ByteLevel.alphabet())))    # written as chr(256) and on
+        text = bytes(ord(c) if ord(c) < 256 else rest[ord(c) - 256] for c in piece)
+    return repr(text)[:20]
+
+
+def show(title, rows):
+    """Print a title, bold on a terminal, and rows of cells; a float is a share of 1, and gets a bar."""
+    bold, plain = ("\033[1m", "\033[0m") if sys.stdout.isatty() and "NO_COLOR" not in os.environ else ("", "")
+    block = "#" if "\u2588".encode(sys.stdout.encoding, "replace") == b"?" else "\u2588"
+    print(f"\n{bold}{title}{plain}")
+    for row in rows:
+        print(*[f"{block * round(16 * c):16} {c:.4f}" if isinstance(c, float) else f"{c:8}" for c in row])
+
+
+def explain(prompt):
+    """Print what happens to a prompt, step by step; of a long one, to the first 4 and the last 8 tokens.
+
+    ValueError as in encode, for the prompt and 8 tokens more, or if it has more tokens than 512: all that is
+    computed for it is kept.
+    """
+    ids, cache = encode(prompt, 8), [None] * N_LAYERS
+    n = len(ids)
+    shown = [i for i in range(n) if i < 4 or i >= n - 8]
+    if n > 512:
+        raise ValueError(f"--explain is for prompts of up to 512 tokens; this one has {n}")
+    calls = watch(lambda: sample(forward(mx.array(ids), cache, 0)[-1]))
+    seen = {name: [call[2:] for call in calls if call[1] == name] for name in WATCHED}
+    show(f"Step 1: encode makes {n} tokens of {len(prompt)} characters: position, id, text or bytes",
+         [(i, ids[i], spell(ids[i])) for i in shown])
+
+    kv_bytes = sum(k.nbytes + v.nbytes for (_, k, v), _ in seen["attend"]) // n
+    parts = {name: (w.size * (w.ndim - 1), w.nbytes) for name, w in W.items()}      # of matrices: no norm's
+    parts["model.embed_tokens.weight"] = (0, W["model.embed_tokens.weight"][0].nbytes)      # a row is read
+    parts["layers: self_attn, cache"] = (2 * N_LAYERS * N_HEADS * D_HEAD * (n + 1), kv_bytes * (n + 1))
+
+    def cost(pattern):
+        return [sum(column) for column in zip(*[parts[name] for name in parts if re.search(pattern, name)])]
+
+    adds, read = cost("")
+    show("Steps 2 to 9: shapes in and out; shares of a decoded token's multiply-adds and of bytes read",
+         [(f"{step:19} {shapes_of(args[:2]):29} {shapes_of(result):28}",
+           *[f"{part / whole:>8.2%}" for part, whole in zip(cost(pattern), (adds, read))])
+          for step, pattern in STEPS.items() for args, result in seen[step[2:]][-1:]])
+
+    q, k = (mx.repeat(x[:1, -1:].astype(mx.float32), n + 101, axis=1) for x in seen["apply_rope"][-1][0][:2])
+    q, k = apply_rope(q, k, mx.arange(n + 101))                 # one query and one key, at every position
+    near, far = (mx.sum(q[:, apart:] * k[:, :-apart], axis=-1)[0].tolist() for apart in (1, 4))
+    angles = [180 / math.pi * THETA ** (-2 * pair / D_HEAD) for pair in (0, D_HEAD // 4, D_HEAD // 2 - 1)]
+    show("Step 4: degrees RoPE turns first, middle, last pair; a key times a query 1 and 4 further on",
+         [(i, *[f"{i * angle:12.6g}" for angle in angles], f"{near[i]:12.3f} {far[i]:12.3f}")
+          for i in [*shown, n + 96]])
+
+    for layer in sorted({0, N_LAYERS // 2, N_LAYERS - 1}):
+        (q, k, _), _ = seen["attend"][layer]
+        scores = mx.sum(q[:, -1:].astype(mx.float32) * mx.repeat(k, N_HEADS // N_KV, axis=0), axis=-1)
+        weights = mx.softmax(scores * D_HEAD ** -0.5, axis=-1)      # (16, n)
+        head = mx.argmax(mx.max(weights, axis=-1)).item()
+        show(f"Step 5: where the last token looks in layer {layer}: head {head}, the most focused; average",
+             [(i, weights[head, i].item(), mx.mean(weights[:, i]).item(), spell(ids[i])) for i in shown])
+
+    x = mx.concatenate([x[-1:] for _, x in seen["transformer_block"]])      # (28, 1024)
+    lens = linear(rms_norm(x, W["model.norm.weight"]), "lm_head.weight").astype(mx.float32)     # (28, 151936)
+    show("Step 7: the most likely next token, if the head came right after this block",
+         [(i, mx.max(mx.softmax(row)).item(), spell(mx.argmax(row).item())) for i, row in enumerate(lens)])
+
+    logits = seen["sample"][0][0][0].astype(mx.float32)
+    order = mx.argsort(-logits)
+    probs, cool = (mx.softmax(logits / temperature)[order] for temperature in (1, 0.7))
+    kept = mx.where(mx.cumsum(cool, inclusive=False) < 0.95, cool, 0)
+    show(f"Step 8: the likeliest next tokens; temperature 0.7 and top-p 0.95 leave {mx.sum(kept > 0).item()}",
+         [(order[i].item(), probs[i].item(), (kept[i] / mx.sum(kept)).item(), spell(order[i].item()))
+          for i in range(5)])
+
+    text, by_cache, times = list(ids), [logits], []
+    for pos in range(n, n + 8):
+        text.append(sample(by_cache[-1]).item())
+        times.append(time.perf_counter())
+        by_cache.append(forward(text[-1:], cache, pos)[-1])
+    speed = 6 / (times[7] - times[1])                           # the first step may still prepare kernels
+    stored = {id(w): w for w in W.values()}.values()            # tied: one array under two names
+    show("What a token costs", [
+        (f"{sum(w.size for w in stored):,} parameters, {sum(w.nbytes for w in stored):,} bytes of weights",),
+        (f"{kv_bytes:,} bytes of KV cache; {kv_bytes * N_HEADS // N_KV:,} with one KV head a query head",),
+        (f"{cost('weight')[0]:,} multiply-adds with weights, {adds - cost('weight')[0]:,} with the cache",),
+        (f"{read:,} bytes read: {speed:.1f} tokens/s ask for {read * speed / 1e9:.2f} GB/s",)])
+    again = forward(text[:-1], [None] * N_LAYERS, 0)[-8:]       # at once, with nothing cached
+    show("Step 9: the next 8 tokens: by cached decode, recomputed, the largest difference of their logits",
+         [(token, mx.argmax(new).item(), f"{mx.max(mx.abs(old - new)).item():10.2e}", spell(token))
+          for token, old, new in zip(text[n:], by_cache, again)])
+
+
+def trace(prompt):
+    """Print each call of a function in WATCHED in one decode step: weight or layer, shapes in, out, dtype."""
+    ids, cache = encode(prompt, 2), [None] * N_LAYERS
+    token = sample(prefill(ids, cache)[-1])
+    names = {id(w): name for name, w in W.items()}
+    for depth, name, args, result in watch(lambda: sample(forward(token[None], cache, len(ids))[-1])):
+        labels = [names.get(id(a), a) for a in args if id(a) in names or isinstance(a, str)]
+        labels += [f"layer {a}" for a in args if isinstance(a, int) and name != "forward"]
+        dtype = str((result if isinstance(result, mx.array) else result[0]).dtype).removeprefix("mlx.core.")
+        print(f"{'  ' * depth}{' '.join([name, *labels])}: {shapes_of(args)} -> {shapes_of(result)} {dtype}")
+
+
 # ==== The command line: find a model, run it, say how fast it was ===========================================
 HERE = Path(__file__).resolve().parent
 REPO, REVISION = "Qwen/Qwen3-0.6B", "c1899de289a04d12100db370d81485cdf75e47ca"
@@ -536,19 +790,28 @@ def parse_arguments():
   python llm_inference.py - --model tests/tiny-qwen3 < prompt.txt""")
     parser.error = lambda message: parser.exit(2, f"llm_inference.py: {message} (--help shows the options)\n")
     add = parser.add_argument
-    add("prompt", metavar="PROMPT", nargs="?", default="The capital of France is",
-        help='the text to continue, "-" for stdin (default: "%(default)s")')
+    add("prompt", metavar="PROMPT", nargs="?",
+        help='the text to continue, "-" for stdin (default: "The capital of France is")')
     add("--model", metavar="DIR", help="folder of a checkpoint (default: Qwen3-0.6B, downloaded at first)")
-    add("--max-tokens", metavar="N", type=int, default=100, help="add up to N tokens (default: %(default)s)")
+    add("--max-tokens", metavar="N", type=int, help="add up to N tokens (default: 100)")
     add("--temperature", metavar="T", type=float, default=0.0,
         help="0 takes the most likely token, 1 draws by probability (default: %(default)s)")
     add("--top-p", metavar="P", type=float, default=0.95,
         help="draw from the fewest tokens that have P of the probability (default: %(default)s)")
     add("--seed", metavar="S", type=int, help="a number that makes the draws repeatable")
+    add("--quantize", metavar="BITS", type=int, choices=(4, 8), help="round the weights to 4 or 8 bits")
     add("--kernels", choices=KERNELS, help="for norm, RoPE and attention (default: fused on a GPU)")
+    add("--chat", action="store_true", help="answer PROMPT, or questions typed one after another")
+    add("--system", metavar="TEXT", help="what the model is told before a chat")
+    add("--think", action="store_true", help="let the model think before it answers in a chat")
+    add("--explain", action="store_true", help="show what happens to PROMPT in each of the nine steps")
+    add("--trace", action="store_true", help="show each call of the functions in one decode step")
     args = parser.parse_args()
-    if args.max_tokens < 1 or not 0 <= args.temperature < math.inf or not 0 < args.top_p <= 1:
+    sampling_is_well = 0 <= args.temperature < math.inf and 0 < args.top_p <= 1
+    if not sampling_is_well or args.max_tokens is not None and args.max_tokens < 1:
         parser.error("--max-tokens must be at least 1, --temperature at least 0, --top-p above 0 and up to 1")
+    if (args.system is not None or args.think) and not args.chat:
+        parser.error("--system and --think go with --chat")
     if args.seed is not None and not 0 <= args.seed < 2**64:
         parser.error("--seed must be from 0 to 2**64 - 1")
     return args
@@ -556,7 +819,7 @@ def parse_arguments():
 
 def main():
     args = parse_arguments()
-    prompt = args.prompt
+    prompt = "The capital of France is" if args.prompt is None else args.prompt
     try:
         if prompt == "-":
             prompt = open(0, "rb", closefd=False).read().decode().rstrip("\r\n")
@@ -568,16 +831,23 @@ def main():
     if sys.platform == "linux" and mx.default_device() == mx.cpu and not HAS_OPENBLAS:
         print("OpenBLAS was not found, so this will be slow: pip install cmeel-openblas", file=sys.stderr)
     folder = Path(args.model) if args.model is not None else find_model()
-    load_model(folder)
-    ids = encode(prompt, args.max_tokens)
+    load_model(folder, quantize=args.quantize)
     if args.seed is not None:
         mx.random.seed(args.seed)
-
     sys.stdout.reconfigure(errors="replace")                    # for a terminal that has no Japanese, say
+    if args.explain or args.trace:
+        return explain(prompt) if args.explain else trace(prompt)
+    if args.chat:
+        questions = typed_lines() if args.prompt is None else [prompt]
+        max_tokens = args.max_tokens or MAX_POSITIONS // 4
+        return chat(questions, args.system, args.think, max_tokens, args.temperature, args.top_p)
+    max_tokens = args.max_tokens or 100
+    ids = encode(prompt, max_tokens)
+
     print(f"Model:  {folder.resolve().name}  ({N_LAYERS} layers, {D_MODEL} dim, {N_HEADS} Q heads, "
           f"{N_KV} KV heads)\nPrompt: {prompt}\n{'-' * 60}", flush=True)
     shown, times = f"Output: {prompt}", [time.perf_counter()]     # the start, and then when each token came
-    for piece in stream(ids, [None] * N_LAYERS, 0, args.max_tokens, args.temperature, args.top_p):
+    for piece in stream(ids, [None] * N_LAYERS, 0, max_tokens, args.temperature, args.top_p):
         print(shown + piece, end="", flush=True)
         shown = ""
         times.append(time.perf_counter())
@@ -592,6 +862,8 @@ def main():
 if __name__ == "__main__":
     try:
         main()
+    except KeyboardInterrupt:
+        os._exit(130)
     except Exception as error:
         print("llm_inference.py:", *(str(error) or type(error).__name__).split(), file=sys.stderr, flush=True)
         os._exit(1)                                         # at once: stdout is not flushed again

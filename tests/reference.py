@@ -15,9 +15,6 @@ import math
 import struct
 from pathlib import Path
 
-LAYER_PARTS = {"input_layernorm", "q_proj", "k_proj", "v_proj", "o_proj",
-               "post_attention_layernorm", "gate_proj", "up_proj", "down_proj"}
-
 
 # ---- What config.json alone tells ----
 
@@ -67,7 +64,7 @@ def read_safetensors(path):
         elif kind not in ("F16", "F32"):
             raise ValueError(f"{name} is stored as {kind}; this engine reads F32, F16 and BF16")
         tensor = list(struct.unpack(f"<{math.prod(shape)}{'e' if kind == 'F16' else 'f'}", data))
-        for columns in shape[1:]:
+        for columns in reversed(shape[1:]):
             tensor = [tensor[i:i + columns] for i in range(0, len(tensor), columns)]
         tensors[name] = tensor
     return tensors
@@ -77,7 +74,8 @@ class Model:
     """The sizes and weights that the formulas need, from a config.json and weights by Hugging Face names.
 
     embedding and head are (vocab_size, d), final_norm is (d,); layers holds a dict for each layer, "q_proj"
-    and so on -> weight. ValueError for a setting or a weight that the formulas would leave out of account.
+    and so on -> weight. ValueError for what the formulas would silently leave out, KeyError for a weight
+    that is not there.
     """
 
     def __init__(self, config, weights, end_ids=()):
@@ -90,18 +88,15 @@ class Model:
         self.eps, self.theta = config["rms_norm_eps"], settings.get("rope_theta", 10000.0)
         self.embedding, self.final_norm = weights["model.embed_tokens.weight"], weights["model.norm.weight"]
         self.head = self.embedding if config.get("tie_word_embeddings") else weights["lm_head.weight"]
-        self.layers, self.end_ids = [], set(end_ids)
-        for i in range(config["num_hidden_layers"]):
-            layer = {name.removesuffix(".weight").split(".")[-1]: weight    # "q_proj"; of a bias, "bias"
-                     for name, weight in weights.items() if name.startswith(f"model.layers.{i}.")}
-            astray = LAYER_PARTS ^ (layer.keys() - {"q_norm", "k_norm"})
-            if astray:
-                raise ValueError(f"layer {i}: missing, or of no use to this engine: {sorted(astray)}")
-            self.layers.append(layer)
+        if any(name.endswith(".bias") for name in weights):
+            raise ValueError("the checkpoint has biases; this engine would leave them out")
+        self.layers = [{name.split(".")[-2]: weight for name, weight in weights.items()
+                        if name.startswith(f"model.layers.{i}.")} for i in range(config["num_hidden_layers"])]
+        self.end_ids = set(end_ids)
 
 
 def load(folder):
-    """The model in a Hugging Face folder: config.json and model.safetensors, or its shards and their index."""
+    """The model in a Hugging Face folder: config.json and model.safetensors, or shards and their index."""
     folder = Path(folder)
     config = json.loads((folder / "config.json").read_bytes())
     index, generation = folder / "model.safetensors.index.json", folder / "generation_config.json"
@@ -156,8 +151,7 @@ def rope(head, pos, theta):
     Number i pairs with number i + D/2, as in Hugging Face checkpoints. The paper pairs neighbours, which is
     the same with the rows of q_proj and k_proj in another order.
     """
-    half = len(head) // 2
-    turned = head[:]
+    half, turned = len(head) // 2, head[:]
     for i in range(half):
         angle = pos * theta ** (-2 * i / len(head))
         cos, sin = math.cos(angle), math.sin(angle)
@@ -259,8 +253,8 @@ def main():
                 break
             print(stream.step(tokenizer, token) or "", end="", flush=True)
         print()
-    except (ImportError, OSError, ValueError, LookupError, struct.error) as error:
-        raise SystemExit(f"error: {type(error).__name__}: {error}")
+    except Exception as error:      # of all kinds: tokenizers raises nothing narrower
+        raise SystemExit(f"cannot run {args.model}: {type(error).__name__}: {error}")
 
 
 if __name__ == "__main__":

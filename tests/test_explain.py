@@ -1,0 +1,367 @@
+"""--explain and --trace: every number they print, against counts made another way."""
+import ast
+import functools
+import json
+import math
+import os
+import re
+import subprocess
+import sys
+import unicodedata
+from pathlib import Path
+
+import llm_inference as llm
+import mlx.core as mx
+import pytest
+import reference
+from checkpoints import byte_tokenizer
+
+ROOT = Path(__file__).resolve().parent.parent
+PROMPT = "The capital of France is"
+FOREIGN = "日本 🦀"
+NUMBER = r"-?\d[\d,]*\.?\d*(?:e[+-]\d+)?"
+
+
+def numbers(line):
+    """The numbers of a line, after what is in quotes was taken away."""
+    return [float(n.replace(",", "")) for n in re.findall(NUMBER, re.sub(r"b?(['\"]).*", "", line))]
+
+
+def quoted(line):
+    """The token at the end of a line: text or bytes."""
+    return ast.literal_eval(re.search(r"b?(['\"]).*\1", line)[0])
+
+
+@pytest.fixture
+def explained(capsys):
+    """A function from a prompt to what explain prints: a list of sections, each a list of lines."""
+    def explain(prompt=PROMPT):
+        llm.explain(prompt)
+        return [section.splitlines() for section in capsys.readouterr().out.strip("\n").split("\n\n")]
+    return explain
+
+
+def find(sections, start):
+    """The rows under each title that begins so, and the title: [(title, rows)]."""
+    return [(s[0], s[1:]) for s in sections if s[0].startswith(start)]
+
+
+def config_of(folder):
+    return json.loads((folder / "config.json").read_text())
+
+
+def columns(text):
+    """The width of a line in a terminal's columns."""
+    return sum(2 if unicodedata.east_asian_width(c) in "WF" else 1 for c in text if not unicodedata.combining(c))
+
+
+@functools.cache
+def judged(folder):
+    """What the reference engine finds for the prompt: logits, and for its last token the probabilities after each
+    layer and the shares of attention, [layer * heads + head][position]."""
+    model, shares, hidden = reference.load(folder), [], []
+    softmax, cache = reference.softmax, reference.new_cache(model)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(reference, "softmax", lambda scores: shares.append(softmax(scores)) or shares[-1])
+        for pos, token in enumerate(llm.tok.encode(PROMPT).ids):
+            shares.clear()
+            hidden.clear()
+            logits = reference.forward_token(model, token, pos, cache, hidden)
+    lens = [softmax(reference.matvec(model.head, reference.rms_norm(x, model.final_norm, model.eps))) for x in hidden]
+    return logits, lens, shares
+
+
+@pytest.mark.parametrize("prompt", [PROMPT, FOREIGN, "é", "a\n\tb"])
+def test_the_tokens_are_the_prompt_with_nothing_lost(tiny, explained, prompt):
+    rows = find(explained(prompt), "Step 1")[0][1]
+    assert [numbers(row) for row in rows] == [[i, t] for i, t in enumerate(llm.tok.encode(prompt).ids)]
+    pieces = [quoted(row) for row in rows]
+    assert b"".join(p if isinstance(p, bytes) else p.encode() for p in pieces) == prompt.encode()
+    if prompt == FOREIGN:
+        assert any(isinstance(p, bytes) for p in pieces)
+
+
+def test_tokens_of_other_tokenizers_are_spelled_too(tiny, monkeypatch):
+    from tokenizers import Tokenizer, decoders, models
+    vocab = {"<unk>": 0, "▁the": 1, "é": 2, "<0xE6>": 3, "\ufffd": 4}
+    other = Tokenizer(models.BPE(vocab=vocab, merges=[], unk_token="<unk>", byte_fallback=True))
+    other.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(),
+                                       decoders.Strip(" ", 1, 0)])
+    monkeypatch.setattr(llm, "tok", other)
+    assert [llm.spell(i) for i in range(6)] == ["'<unk>'", "' the'", "'é'", "b'<0xE6>'", "'\ufffd'", "''"]
+
+
+def test_shapes_and_shares_are_what_the_config_says(name, folder_of, explained):
+    c, rows = config_of(folder_of(name)), find(explained(), "Steps 2 to 9")[0][1]
+    heads, kv, head_dim = reference.head_sizes(c)
+    layers, d, ff, vocab = c["num_hidden_layers"], c["hidden_size"], c["intermediate_size"], c["vocab_size"]
+    n = len(llm.tok.encode(PROMPT).ids)
+    x, turned = (n, d), f"{(heads, n, head_dim)} {(kv, n, head_dim)}"
+    shapes = {"embed": f"{(n,)} {x}", "rms_norm": f"{x} {(d,)} {x}", "apply_rope": f"{turned} {turned}",
+              "attention": f"{x} {x}", "ffn": f"{x} {x}", "transformer_block": f"{x} {x}",
+              "linear": f"{x} {(n, vocab)}", "sample": f"{(vocab,)} ()", "forward": f"{(n,)} {(n, vocab)}"}
+    assert [row.split()[1] for row in rows] == list(shapes)
+
+    qk_norm = c["model_type"] == "qwen3"
+    projections = 2 * layers * (heads + kv) * head_dim * d
+    over_cache = 2 * layers * heads * head_dim * (n + 1)
+    adds = {"embed": 0, "rms_norm": 0, "attention": projections + over_cache, "ffn": 3 * layers * ff * d,
+            "linear": vocab * d, "forward": reference.multiply_adds_per_token(c) + over_cache}
+    read = {"embed": 4 * d, "rms_norm": 4 * 2 * layers * d, "ffn": 4 * 3 * layers * ff * d,
+            "linear": 4 * (vocab + 1) * d, "attention": 4 * (projections + layers * 2 * head_dim * qk_norm)
+            + reference.kv_bytes_per_token(c, 4) * (n + 1)}
+    for share in (adds, read):
+        share["transformer_block"] = sum(share.get(step, 0) for step in ("rms_norm", "attention", "ffn"))
+    read["forward"] = sum(read[step] for step in ("embed", "transformer_block", "linear"))
+    for row in rows:
+        step = row.split()[1]
+        shown = re.findall(r"([\d.]+)%", row)
+        assert " ".join(re.sub(r"[\d.]+%", "", row).split()[2:]) == shapes[step]
+        expected = [f"{100 * part[step] / part['forward']:.2f}" for part in (adds, read) if step in part]
+        assert shown == expected, step
+
+
+def test_angles_are_the_paper_s_and_a_product_depends_on_the_distance_alone(name, folder_of, explained):
+    c = config_of(folder_of(name))
+    _, _, head_dim = reference.head_sizes(c)
+    theta = c.get("rope_theta") or c["rope_parameters"]["rope_theta"]
+    rows = [numbers(row) for row in find(explained(), "Step 4")[0][1]]
+    n = len(llm.tok.encode(PROMPT).ids)
+    assert [row[0] for row in rows[:4]] == [0, 1, 2, 3] and rows[-1][0] > n and rows[-2][0] == n - 1
+    for pos, *angles, near, far in rows:
+        pairs = (0, head_dim // 4, head_dim // 2 - 1)
+        assert angles == pytest.approx([math.degrees(pos * theta ** (-2 * i / head_dim)) for i in pairs], rel=1e-5)
+        assert (near, far) == pytest.approx(rows[0][4:], abs=0.01)
+    assert abs(rows[0][4] - rows[0][5]) > 0.01
+
+
+def test_a_product_that_depends_on_the_position_would_be_seen(tiny, explained, monkeypatch):
+    monkeypatch.setattr(llm, "apply_rope", lambda q, k, positions: (q * positions[:, None], k))
+    rows = [numbers(row) for row in find(explained(), "Step 4")[0][1]]
+    assert rows[0][4] != pytest.approx(rows[1][4], abs=0.01)
+
+
+def test_attention_is_the_reference_s_and_adds_up_to_one(tiny, explained):
+    shares = judged(tiny)[2]
+    sections = find(explained(), "Step 5")
+    layers, (heads, *_) = len(shares) // llm.N_HEADS, reference.head_sizes(config_of(tiny))
+    assert [numbers(title.split(":")[1])[0] for title, _ in sections] == [0, layers // 2, layers - 1]
+    for title, rows in sections:
+        layer, head = int(re.search(r"layer (\d+)", title)[1]), int(re.search(r"head (\d+)", title)[1])
+        here = shares[layer * heads:(layer + 1) * heads]
+        assert max(map(max, here)) == max(here[head])
+        shown = [numbers(row) for row in rows]
+        assert [quoted(row) for row in rows] == ["The", " capital", " of", " France", " is"]
+        for column in (1, 2):
+            assert sum(row[column] for row in shown) == pytest.approx(1, abs=0.001)
+        for i, (_, focused, average) in enumerate(shown):
+            assert focused == pytest.approx(here[head][i], abs=1e-3)
+            assert average == pytest.approx(sum(h[i] for h in here) / heads, abs=1e-3)
+            assert rows[i].count("█") == round(16 * focused) + round(16 * average)
+
+
+def test_the_lens_is_the_reference_s_and_ends_at_the_answer(tiny, explained):
+    _, lens, _ = judged(tiny)
+    sections = explained()
+    rows = find(sections, "Step 7")[0][1]
+    assert len(rows) == len(lens)
+    for layer, (row, probs) in enumerate(zip(rows, lens)):
+        assert numbers(row) == pytest.approx([layer, max(probs)], abs=1e-3)
+        assert quoted(row) == llm.tok.decode([probs.index(max(probs))])
+    first = find(sections, "Step 8")[0][1][0]
+    assert numbers(rows[-1])[1] == numbers(first)[1] and quoted(rows[-1]) == quoted(first) == " Paris"
+
+
+@pytest.mark.parametrize("name", ["tiny-qwen3", "untied", "llama_no_head_dim"], indirect=True)
+def test_the_table_is_the_reference_s(name, folder_of, explained):
+    logits = judged(folder_of(name))[0]
+    title, rows = find(explained(), "Step 8")[0]
+    order = sorted(range(len(logits)), key=lambda i: -logits[i])
+    plain = [math.exp(logits[i] - logits[order[0]]) for i in order]
+    cool = [math.exp((logits[i] - logits[order[0]]) / 0.7) for i in order]
+    size, mass = 0, 0.0
+    while mass < 0.95 * sum(cool):
+        mass += cool[size]
+        size += 1
+    assert abs(numbers(title)[-1] - size) <= (0 if size < 9 else 1)
+    for i, row in enumerate(rows):
+        token, p, left = numbers(row)
+        assert token == order[i]
+        assert p == pytest.approx(plain[i] / sum(plain), abs=2e-4)
+        assert left == pytest.approx(cool[i] / mass if i < size else 0, abs=2e-3)
+
+
+def test_the_costs_are_what_the_config_and_the_shapes_say(name, folder_of, explained):
+    c, rows = config_of(folder_of(name)), find(explained(), "What a token costs")[0][1]
+    heads, kv, head_dim = reference.head_sizes(c)
+    sizes = [math.prod(shape) for shape in
+             llm.expected_shapes(llm.read_config(folder_of(name) / "config.json")[1], c["model_type"] == "qwen3",
+                                 not c["tie_word_embeddings"]).values()]
+    n = len(llm.tok.encode(PROMPT).ids)
+    assert numbers(rows[0]) == [sum(sizes), 4 * sum(sizes)]
+    assert numbers(rows[1]) == [reference.kv_bytes_per_token(c, 4), reference.kv_bytes_per_token(
+        c | {"num_key_value_heads": heads}, 4)]
+    over_cache = 2 * c["num_hidden_layers"] * heads * head_dim * (n + 1)
+    assert numbers(rows[2]) == [reference.multiply_adds_per_token(c), over_cache]
+    read, speed, bandwidth = numbers(rows[3])
+    embedding = c["vocab_size"] * c["hidden_size"]
+    not_read = 0 if c["tie_word_embeddings"] else embedding
+    assert read == 4 * (sum(sizes) - not_read + c["hidden_size"]) + (n + 1) * reference.kv_bytes_per_token(c, 4)
+    assert speed > 0 and bandwidth == pytest.approx(read * speed / 1e9, abs=0.006)
+
+
+def test_cached_and_recomputed_tokens_are_the_reference_s(folder_of, explained):
+    llm.load_model(folder_of("tied"), mx.float32)
+    rows = [numbers(row) for row in find(explained("by cache"), "Step 9")[0][1]]
+    expected = reference.generate(reference.load(folder_of("tied")), llm.tok.encode("by cache").ids, 8)
+    assert [row[0] for row in rows] == [row[1] for row in rows] == expected
+    assert all(row[2] < 1e-4 for row in rows)
+
+
+def test_a_cache_that_is_wrong_would_be_seen(tiny, explained, monkeypatch):
+    extend = llm.extend_cache
+    monkeypatch.setattr(llm, "extend_cache", lambda cache, i, k, v: extend(cache, i, k if k.shape[1] > 1 else 0 * k, v))
+    assert max(numbers(row)[2] for row in find(explained(), "Step 9")[0][1]) > 1e-2
+
+
+@pytest.mark.parametrize("kernels", ["explicit", "fused"])
+@pytest.mark.parametrize("kind", ["untied", "llama_head_dim"])
+def test_bfloat16_and_both_kernels_are_explained(kind, kernels, folder_of, explained):
+    llm.load_model(folder_of(kind), mx.bfloat16)
+    llm.use_kernels(kernels)
+    before = {name: getattr(llm, name) for name in llm.WATCHED}
+    sections = explained("abc")
+    assert {name: getattr(llm, name) for name in llm.WATCHED} == before
+    for _, rows in find(sections, "Step 5"):
+        assert sum(numbers(row)[1] for row in rows) == pytest.approx(1, abs=0.001)
+    rows = find(sections, "What a token costs")[0][1]
+    assert numbers(rows[1])[0] == reference.kv_bytes_per_token(config_of(folder_of(kind)))
+    assert all(numbers(row)[2] < 0.2 for row in find(sections, "Step 9")[0][1])
+
+
+def test_a_long_prompt_shows_twelve_tokens_and_an_over_long_one_is_refused(folder_of, explained, monkeypatch):
+    llm.load_model(folder_of("tied"), mx.float32)
+    sections = explained("a" * 100)
+    assert [numbers(row)[0] for row in find(sections, "Step 1")[0][1]] == [0, 1, 2, 3, *range(92, 100)]
+    assert [len(rows) for _, rows in find(sections, "Step 5")] == [12, 12, 12]
+    with pytest.raises(ValueError, match="512 tokens; this one has 513"):
+        llm.explain("a" * 513)
+    with pytest.raises(ValueError, match="context of 640"):
+        llm.explain("a" * 633)
+    for watched in (llm.explain, llm.trace):
+        with pytest.raises(ValueError, match="empty"):
+            watched("")
+
+
+def test_no_line_is_wider_than_a_hundred_columns_with_the_real_model_s_sizes(explained, capsys, monkeypatch):
+    numbers_of = {"N_LAYERS": 28, "D_MODEL": 16, "D_FF": 3072, "N_HEADS": 16, "N_KV": 8, "D_HEAD": 128,
+                  "VOCAB": 151936, "MAX_POSITIONS": 40960, "EPS": 1e-6, "THETA": 1e6}
+    for key, value in numbers_of.items():
+        monkeypatch.setattr(llm, key, value, raising=False)
+    monkeypatch.setattr(llm, "W", {name: mx.random.normal(shape) / 8
+                                   for name, shape in llm.expected_shapes(numbers_of, True, True).items()})
+    monkeypatch.setattr(llm, "tok", byte_tokenizer(), raising=False)
+    monkeypatch.setattr(llm, "spell", lambda token_id, spell=llm.spell: spell(token_id) and "'" + "日" * 19)
+    sections = explained("a" * 13)
+    assert max(columns(line) for section in sections for line in section) <= 100
+    llm.trace("a" * 9)
+    assert max(map(columns, capsys.readouterr().out.splitlines())) <= 100
+
+
+def test_long_token_texts_are_cut(tiny, monkeypatch):
+    long = byte_tokenizer()
+    long.add_tokens(["日" * 50])
+    monkeypatch.setattr(llm, "tok", long)
+    assert columns(llm.spell(259)) <= 40
+
+
+def test_trace_shows_every_call_of_a_decode_step(name, folder_of, capsys):
+    c = config_of(folder_of(name))
+    heads, kv, head_dim = reference.head_sizes(c)
+    d, vocab, n = c["hidden_size"], c["vocab_size"], len(llm.tok.encode(PROMPT).ids)
+    before = {f: getattr(llm, f) for f in llm.WATCHED}
+    llm.trace(PROMPT)
+    assert {f: getattr(llm, f) for f in llm.WATCHED} == before
+    lines = capsys.readouterr().out.splitlines()
+    x, q, k, all_k = (1, d), (heads, 1, head_dim), (kv, 1, head_dim), (kv, n + 1, head_dim)
+
+    def linear(layer, part, into, out):
+        return f"linear model.layers.{layer}.{part}_proj.weight: {(1, into)} -> {(1, out)} float32"
+
+    def norm(weight, shape):
+        return f"rms_norm {weight}.weight: {shape} {shape[-1:]} -> {shape} float32"
+
+    expected = [f"forward: (1,) -> {(1, vocab)} float32", f"  embed: (1,) -> {x} float32"]
+    for i in range(c["num_hidden_layers"]):
+        p = f"model.layers.{i}"
+        qk_norms = [norm(f"{p}.self_attn.q_norm", q), norm(f"{p}.self_attn.k_norm", k)]
+        expected += [
+            f"  transformer_block layer {i}: {x} (1,) -> {x} float32", "    " + norm(f"{p}.input_layernorm", x),
+            f"    attention layer {i}: {x} (1,) -> {x} float32",
+            *["      " + line for line in [
+                linear(i, "self_attn.q", d, heads * head_dim), linear(i, "self_attn.k", d, kv * head_dim),
+                linear(i, "self_attn.v", d, kv * head_dim), *qk_norms * (c["model_type"] == "qwen3"),
+                f"apply_rope: {q} {k} (1,) -> {q} {k} float32",
+                f"extend_cache layer {i}: {k} {k} -> {all_k} {all_k} float32",
+                f"attend: {q} {all_k} {all_k} -> {q} float32", linear(i, "self_attn.o", heads * head_dim, d)]],
+            "    " + norm(f"{p}.post_attention_layernorm", x), f"    ffn layer {i}: {x} -> {x} float32",
+            *["      " + linear(i, f"mlp.{part}", *sizes) for part, sizes in [
+                ("gate", (d, c["intermediate_size"])), ("up", (d, c["intermediate_size"])),
+                ("down", (c["intermediate_size"], d))]]]
+    expected += ["  " + norm("model.norm", x), f"  linear lm_head.weight: {x} -> {(1, vocab)} float32",
+                 f"sample: {(vocab,)} -> () uint32"]
+    assert lines == expected
+
+
+def test_the_functions_are_put_back_after_an_error(tiny, monkeypatch):
+    monkeypatch.setattr(llm, "ffn", lambda x, layer_idx: 1 / 0)
+    before = {name: getattr(llm, name) for name in llm.WATCHED}
+    with pytest.raises(ZeroDivisionError):
+        llm.explain(PROMPT)
+    assert {name: getattr(llm, name) for name in llm.WATCHED} == before
+
+
+def program(*args, **environment):
+    done = subprocess.run([sys.executable, ROOT / "llm_inference.py", "--model", ROOT / "tests/tiny-qwen3", *args],
+                          capture_output=True, timeout=60,
+                          env={k: v for k, v in os.environ.items() if k != "NO_COLOR"} | environment)
+    assert (done.returncode, done.stderr) == (0, b"")
+    return done.stdout
+
+
+def test_a_pipe_gets_no_colour_and_whole_characters():
+    out = program("--explain", FOREIGN, PYTHONIOENCODING="utf-8")
+    assert b"\x1b" not in out and "█" in out.decode() and "\ufffd" not in out.decode()
+    assert len(find([s.splitlines() for s in out.decode().split("\n\n")], "Step 5")) == 3
+
+
+def test_a_terminal_without_blocks_gets_plain_ascii():
+    out = program("--explain", FOREIGN, PYTHONIOENCODING="ascii")
+    assert out.isascii() and b"####" in out
+
+
+def test_trace_from_the_command_line():
+    out = program("--trace", PROMPT).decode().splitlines()
+    assert "      attend: (4, 1, 64) (2, 6, 64) (2, 6, 64) -> (4, 1, 64) float32" in out
+
+
+@pytest.mark.parametrize("no_color", [None, "", "1"])
+def test_titles_are_bold_on_a_terminal_unless_no_color_is_set(no_color):
+    pty = pytest.importorskip("pty")
+    environment = {k: v for k, v in os.environ.items() if k != "NO_COLOR"} | {"PYTHONIOENCODING": "utf-8"}
+    if no_color is not None:
+        environment["NO_COLOR"] = no_color
+    master, slave = pty.openpty()
+    child = subprocess.Popen([sys.executable, ROOT / "llm_inference.py", "--model", ROOT / "tests/tiny-qwen3",
+                              "--explain", PROMPT], stdout=slave, stderr=slave, env=environment)
+    os.close(slave)
+    out = b""
+    try:
+        while block := os.read(master, 65536):
+            out += block
+    except OSError:                                     # how Linux says that the other end is closed
+        pass
+    os.close(master)
+    assert child.wait(timeout=60) == 0 and "█" in out.decode()
+    assert out.count(b"\x1b[1m") == (0 if no_color is not None else out.count(b"\x1b[0m"))
+    assert (b"\x1b[1mStep 1" in out) == (no_color is None)

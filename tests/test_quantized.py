@@ -1,0 +1,188 @@
+"""Quantised checkpoints: as mlx_lm.convert -q makes them, and --quantize. Judges: mlx-lm and transformers."""
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import llm_inference as llm
+import mlx.core as mx
+import pytest
+from checkpoints import byte_tokenizer, make_checkpoint
+
+HERE = Path(__file__).resolve().parent
+WEIGHTS, METADATA = mx.load(str(HERE / "golden/quantized.safetensors"), return_metadata=True)
+GOLDEN = mx.load(str(HERE / "golden/quantized_logits.safetensors"))
+IDS = GOLDEN["ids"].tolist()
+PROJECTION = "model.layers.0.mlp.down_proj"
+# The checkpoint that mlx_lm.convert quantised: make_golden_quantized.py has the same sizes.
+SIZES = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 128}
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory):
+    """The folder of the checkpoint before its quantisation, in bfloat16."""
+    return make_checkpoint(tmp_path_factory.mktemp("quantized") / "source", "bfloat16", **SIZES)
+
+
+def write(folder, config=None, **changes):
+    """A folder with mlx-lm's quantised checkpoint, with changes to config.json or to the tensors."""
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(json.loads(METADATA["config.json"]) | (config or {})))
+    byte_tokenizer().save(str(folder / "tokenizer.json"))
+    weights = {name: w for name, w in (WEIGHTS | changes).items() if w is not None}
+    mx.save_safetensors(str(folder / "model.safetensors"), weights, metadata={"format": "mlx"})
+    return folder
+
+
+@pytest.fixture
+def packed(monkeypatch):
+    """Load as on a GPU, where the matrices stay packed; what then computes is still the CPU."""
+    def load(*args, **options):
+        with monkeypatch.context() as patch:
+            patch.setattr(mx, "default_device", lambda: mx.gpu)
+            llm.load_model(*args, **options)
+    return load
+
+
+def logits():
+    return llm.forward(IDS, [None] * llm.N_LAYERS, 0)
+
+
+def differ_by(a, b):
+    return mx.abs(a - b).max().item()
+
+
+def greedy(n=24):
+    ids, cache = list(IDS), [None] * llm.N_LAYERS
+    row = llm.forward(ids, cache, 0)[-1]
+    while len(ids) < len(IDS) + n:
+        ids.append(mx.argmax(row).item())
+        row = llm.forward(ids[-1:], cache, len(ids) - 1)[-1]
+    return ids[len(IDS):]
+
+
+@pytest.mark.parametrize("judge", ["mlx_lm.4", "transformers.4"])
+def test_a_folder_that_mlx_lm_quantised_computes_as_its_judges_do(tmp_path, judge):
+    llm.load_model(write(tmp_path / "q"))
+    assert differ_by(logits(), GOLDEN[judge]) < 1e-4
+    assert greedy() == GOLDEN["greedy.4"].tolist()
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_quantize_at_load_gives_what_mlx_lm_converts_to(source, bits):
+    llm.load_model(source)
+    before = logits()
+    llm.load_model(source, quantize=bits)
+    assert differ_by(logits(), GOLDEN[f"mlx_lm.{bits}"]) < 1e-4
+    assert differ_by(logits(), GOLDEN[f"transformers.{bits}"]) < 1e-4
+    assert greedy() == GOLDEN[f"greedy.{bits}"].tolist()
+    assert differ_by(logits(), before) > {4: 0.1, 8: 0.01}[bits]    # it was quantised: the answers are others
+
+
+def test_on_a_cpu_the_weights_are_written_out_in_float32(tmp_path):
+    llm.load_model(write(tmp_path / "q"))
+    assert {w.dtype for w in llm.W.values()} == {mx.float32}
+    assert llm.W[f"{PROJECTION}.weight"].shape == (64, 128)
+    assert not any(name.endswith(("scales", "biases")) for name in llm.W)
+
+
+@pytest.mark.parametrize("how", ["stored", "at load"])
+def test_packed_weights_compute_the_same_and_are_mlx_lm_s_bit_for_bit(tmp_path, source, packed, how):
+    if how == "stored":
+        packed(write(tmp_path / "q"), mx.float32)
+    else:
+        packed(source, mx.float32, quantize=4)
+    for name in [name.removesuffix(".scales") for name in WEIGHTS if name.endswith(".scales")]:
+        for part in ("weight", "scales", "biases"):
+            assert mx.array_equal(llm.W[f"{name}.{part}"], WEIGHTS[f"{name}.{part}"])
+    assert llm.W["lm_head.scales"] is llm.W["model.embed_tokens.scales"]
+    assert differ_by(logits(), GOLDEN["mlx_lm.4"]) < 1e-4
+    assert greedy() == GOLDEN["greedy.4"].tolist()                  # one row at a time too
+
+
+def test_packed_weights_keep_the_stream_in_the_stored_dtype(tmp_path, packed):
+    packed(write(tmp_path / "q"))
+    assert llm.embed(IDS).dtype == logits().dtype == mx.bfloat16
+
+
+@pytest.mark.parametrize("packing", [{"bits": 3, "group_size": 32}, {"bits": 6, "group_size": 64}])
+def test_other_bits_and_groups_need_no_mode(tmp_path, source, packing):
+    """As mlx-lm wrote config.json before there were modes."""
+    stored = mx.load(str(source / "model.safetensors"))
+    whole, config = dict(stored), json.loads((source / "config.json").read_text())
+    for name in [name for name in stored if stored[name].ndim == 2]:
+        parts = mx.quantize(stored[name], **packing)
+        whole[name] = mx.dequantize(*(p if p.dtype == mx.uint32 else p.astype(mx.float32) for p in parts), **packing)
+        stored |= zip((name, name.replace("weight", "scales"), name.replace("weight", "biases")), parts)
+    for kind, weights, extra in (("packed", stored, {"quantization": packing}), ("plain", whole, {})):
+        (tmp_path / kind).mkdir()
+        (tmp_path / kind / "config.json").write_text(json.dumps(config | extra))
+        byte_tokenizer().save(str(tmp_path / kind / "tokenizer.json"))
+        mx.save_safetensors(str(tmp_path / kind / "model.safetensors"), weights)
+    llm.load_model(tmp_path / "packed")
+    found = logits()
+    llm.load_model(tmp_path / "plain")
+    assert differ_by(found, logits()) < 1e-5
+
+
+AFFINE = {"bits": 4, "group_size": 64, "mode": "affine"}
+
+
+@pytest.mark.parametrize("config, tensors, said", [
+    ({"quantization": AFFINE | {"mode": "mxfp4"}}, {}, "mxfp4"),
+    ({"quantization": AFFINE | {"mode": "nvfp4", "group_size": 16}}, {}, "nvfp4"),
+    ({"quantization": AFFINE | {PROJECTION: {"bits": 8, "group_size": 64}}}, {}, PROJECTION),
+    ({"quantization": AFFINE | {PROJECTION: False}}, {}, PROJECTION),
+    ({"quantization_config": {"quant_method": "awq", "bits": 4}}, {}, "awq"),
+    ({"quantization": None, "quantization_config": {"quant_method": "gptq"}}, {}, "gptq"),
+    ({"quantization": None, "quantization_config": None}, {}, "model.embed_tokens"),
+    ({"quantization": "fp8"}, {}, "fp8"),
+    ({"quantization": AFFINE | {"bits": "4"}, "quantization_config": None}, {}, "bits"),
+    ({"quantization": AFFINE | {"bits": 8}, "quantization_config": None}, {}, ".weight"),
+    ({"quantization": AFFINE | {"bits": 7}, "quantization_config": None}, {}, "bits"),
+    ({"quantization": AFFINE | {"group_size": 2**40}, "quantization_config": None}, {}, "group_size"),
+    ({"quantization": AFFINE | {"group_size": 32}, "quantization_config": None}, {}, "model.embed_tokens"),
+    ({}, {f"{PROJECTION}.biases": None}, PROJECTION),
+    ({}, {f"{PROJECTION}.scales": None}, PROJECTION),
+    ({}, {f"{PROJECTION}.scales": mx.zeros((64, 1))}, PROJECTION),
+    ({}, {f"{PROJECTION}.weight": mx.zeros((64, 16))}, f"{PROJECTION}.weight"),
+    ({"intermediate_size": 256}, {}, "mlp"),
+])
+def test_what_it_would_get_wrong_is_refused_by_name_and_the_old_model_stays(tmp_path, tiny, config, tensors, said):
+    before = dict(llm.W)
+    with pytest.raises(ValueError) as error:
+        llm.load_model(write(tmp_path / "q", config, **tensors))
+    assert said in str(error.value) and "\n" not in str(error.value)
+    assert llm.W == before and llm.D_MODEL == 128
+
+
+def test_rows_that_make_no_groups_of_64_are_refused_by_name(folder_of, tiny):
+    before = dict(llm.W)
+    with pytest.raises(ValueError, match=r"model\.[a-z_.0-9]+\.weight") as error:
+        llm.load_model(folder_of("tied"), quantize=4)
+    assert "\n" not in str(error.value) and llm.W == before
+
+
+def test_a_number_of_bits_may_be_written_with_a_point(tmp_path):
+    llm.load_model(write(tmp_path / "q", {"quantization": AFFINE | {"bits": 4.0}}))
+    assert differ_by(logits(), GOLDEN["mlx_lm.4"]) < 1e-4
+
+
+def test_what_is_quantised_is_not_quantised_again(tmp_path):
+    with pytest.raises(ValueError, match="already"):
+        llm.load_model(write(tmp_path / "q"), quantize=8)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_the_bundled_model_still_knows_its_capitals(bits, tiny):
+    llm.load_model(tiny, quantize=bits)
+    assert llm.generate("The capital of France is", 8).startswith("The capital of France is Paris.")
+
+
+def test_quantize_on_the_command_line():
+    program = [sys.executable, str(HERE.parent / "llm_inference.py"), "--model", str(HERE / "tiny-qwen3")]
+    done = subprocess.run([*program, "--quantize", "4", "The capital of France is"], capture_output=True, text=True)
+    assert done.returncode == 0 and done.stderr == ""
+    assert "Output: The capital of France is Paris." in done.stdout
+    done = subprocess.run([*program, "--quantize", "5"], capture_output=True, text=True)
+    assert done.returncode == 2 and len(done.stderr.splitlines()) == 1 and "--quantize" in done.stderr
