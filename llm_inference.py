@@ -337,16 +337,16 @@ def apply_rope(q, k, positions):
     return rotate(q), rotate(k)
 
 
-# ==== Step 5: attention with grouped query heads and a KV cache =============================================
+# ==== Tools for Steps 5 and 6: a product with a weight matrix, e^x, and all cores of a CPU ==================
 STREAMS = []                                                    # on a CPU, one for each of its cores
 if mx.default_device() == mx.cpu:
     STREAMS = [mx.default_stream(mx.cpu)] + [mx.new_stream(mx.cpu) for _ in range(1, os.cpu_count() or 1)]
 
 
 def in_parallel(compute, *arrays):
-    """compute(*arrays), on a CPU in as many parts of the arrays' first axis as there are cores.
+    """compute(*arrays); on a CPU with the arrays' first axis cut into a part for every core.
 
-    MLX uses one core for all but large matrix products; but each of its streams has a core of its own.
+    MLX computes all but large matrix products on one core, but each of its streams on a core of its own.
     """
     if not STREAMS or max(array.size for array in arrays) < 2**17:
         return compute(*arrays)                                 # on a GPU, or not worth the trouble
@@ -365,7 +365,10 @@ def exp(x):
 
 
 def linear(x, name):
-    """Multiply x by a weight matrix, which is stored as (out, in): (n, in) -> (n, out)."""
+    """x @ w.T for a weight matrix w, which is stored as (out, in): (n, in) -> (n, out).
+
+    For a few rows, as in decode, OpenBLAS first copies the whole matrix, unless it comes in small pieces.
+    """
     w = W[name]
     if w.dtype == mx.uint32:                                    # quantised: unpacked while it is multiplied
         scales, biases = (W[name.replace(".weight", part)] for part in (".scales", ".biases"))
@@ -373,16 +376,17 @@ def linear(x, name):
     if len(x) > 8 or not STREAMS:
         return x @ w.T
     pieces = w.reshape(-1, math.gcd(len(w), 64), w.shape[1])    # (out / 64, 64, in)
-    out = in_parallel(lambda part: part @ x.T[None], pieces)    # for few rows OpenBLAS is faster with these
+    out = in_parallel(lambda part: part @ x.T[None], pieces)    # (out / 64, 64, n)
     return out.reshape(-1, len(x)).T
 
 
+# ==== Step 5: attention with grouped query heads and a KV cache =============================================
 def extend_cache(cache, layer_idx, k, v):
     """Add the keys and values of n new tokens, (8, n, 128); return those of all tokens, (8, total, 128).
 
     A layer's entry is (keys, values, length); the arrays have room for 256 tokens at a time. Writing into
     that room costs the same for every token, where concatenating would copy all that came before it. (MLX
-    writes in place as nobody else holds the array.)
+    writes in place where nobody else holds the array, and copies where somebody does.)
     """
     n_kv, n, d_head = k.shape
     keys, values, length = cache[layer_idx] or (k[:, :0], v[:, :0], 0)
@@ -538,7 +542,7 @@ def generate(prompt, max_tokens=100, temperature=0.0, top_p=0.95):
 
 # ==== Beyond the article: the same maths as single kernels ==================================================
 def fused_rms_norm(x, w):
-    """rms_norm in one kernel instead of six."""
+    """rms_norm in one kernel."""
     return mx.fast.rms_norm(x, w, EPS)
 
 
