@@ -221,6 +221,23 @@ def check_weights(folder, stored, shapes):
         raise ValueError(f"{folder}: the weights take {needed / 1e9:.1f} GB, more memory than there is")
 
 
+def fill_weights(stored, dtype, packing):
+    """Move the stored tensors into W, as dtype. On a CPU, which is slow with packed ones, unpack those."""
+    W.clear()
+    for name in [name for name in stored if name.endswith(".weight")]:
+        scales, biases = (stored.pop(name.replace(".weight", part), None) for part in (".scales", ".biases"))
+        w = stored.pop(name)
+        if scales is None:
+            w = w.astype(dtype)
+        elif mx.default_device() == mx.cpu:
+            w = mx.dequantize(w, scales.astype(dtype), biases.astype(dtype), **packing)
+        else:
+            W[name.replace(".weight", ".scales")] = scales.astype(dtype)
+            W[name.replace(".weight", ".biases")] = biases.astype(dtype)
+        W[name] = w
+        mx.eval(W[name])                                        # now, so that what was stored can go
+
+
 def load_model(folder, dtype=None, quantize=None):
     """Fill W, tok and all the other globals from a folder in Hugging Face form, such as Qwen3-0.6B/.
 
@@ -252,24 +269,13 @@ def load_model(folder, dtype=None, quantize=None):
         raise ValueError(f"{folder}: {uneven[0]} can't be quantised: its rows are not groups of 64 numbers")
     if dtype is None:
         dtype = stored["model.norm.weight"].dtype if mx.default_device() == mx.gpu else mx.float32
-
-    del embedding
-    W.clear()
-    for name in list(stored):
-        w = stored.pop(name)
-        if quantize and w.ndim == 2:
-            packing = {"group_size": 64, "bits": quantize}
-            w, *rest = mx.quantize(w, **packing)
-            W.update(zip((name.replace(".weight", ".scales"), name.replace(".weight", ".biases")), rest))
-        W[name] = w
-    packed = [name for name, w in W.items() if w.dtype == mx.uint32]
-    for name in packed if mx.default_device() == mx.cpu else []:    # its packed products are slow: unpack now
-        rest = [W.pop(name.replace(".weight", part)).astype(dtype) for part in (".scales", ".biases")]
-        W[name] = mx.dequantize(W[name], *rest, **packing)
-    for name, w in W.items():
-        if w.dtype != mx.uint32:
-            W[name] = w.astype(dtype)
-        mx.eval(W[name])                                        # now, so that what was stored can go
+    if quantize:
+        packing = {"group_size": 64, "bits": quantize}
+        for name in [name for name, w in stored.items() if w.ndim == 2]:
+            parts = [name.replace(".weight", part) for part in (".weight", ".scales", ".biases")]
+            stored.update(zip(parts, mx.quantize(stored[name], **packing)))
+    del embedding                                               # or it would be held till the end
+    fill_weights(stored, dtype, packing)
     if tied:
         W.update({n.replace("model.embed_tokens", "lm_head"): w for n, w in W.items() if "embed" in n})
     globals().update(numbers, tok=tokenizer, EOS_IDS=eos, PACKING=packing)      # N_LAYERS = 28 and so on
@@ -573,6 +579,11 @@ use_kernels("fused" if mx.default_device() == mx.gpu else "explicit")
 
 
 # ==== Beyond the article: a conversation, in Qwen3's chat template ==========================================
+def terminal_code(number):
+    """The escape code for plain (0), bold (1) or dim (2) text; empty where nobody wants colour."""
+    return f"\033[{number}m" if sys.stdout.isatty() and "NO_COLOR" not in os.environ else ""
+
+
 def ids_of(text, typed=False):
     """Token ids of a piece of the template, or of text that was typed, where "<|im_end|>" has no meaning."""
     tok.encode_special_tokens = typed
@@ -589,13 +600,12 @@ def typed_lines():
     with contextlib.suppress(ImportError):
         import readline                                         # noqa: F401  (from now on input uses it)
     talk = sys.stdin.isatty()
+    if talk:                                                    # Ctrl-C stops an answer, not the program
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     with contextlib.suppress(EOFError):
         while True:
             if (line := input("> " * talk)).strip():
-                leave = signal.getsignal(signal.SIGINT)
-                signal.signal(signal.SIGINT, signal.default_int_handler if talk else leave)
-                yield line                                      # now it is answered
-                signal.signal(signal.SIGINT, leave)
+                yield line
 
 
 def chat(questions, system=None, think=False, max_tokens=1000, temperature=0.0, top_p=0.95):
@@ -610,8 +620,7 @@ def chat(questions, system=None, think=False, max_tokens=1000, temperature=0.0, 
         raise ValueError("--chat needs a model that ends its turns with <|im_end|>, such as Qwen3-0.6B")
     thought = "" if think or tok.token_to_id("<think>") is None else "<think>\n\n</think>\n\n"
     opening = ids_of(f"<|im_start|>assistant\n{thought}")
-    colour = bool(sys.stdout.isatty() and not os.environ.get("NO_COLOR"))
-    dim, plain = "\033[2m" * colour, "\033[0m" * colour         # for thoughts
+    dim, plain = terminal_code(2), terminal_code(0)              # for thoughts
     start = [] if system is None else turn_ids("system", system)
     said, held, cache = start, 0, [None] * N_LAYERS             # tokens, and how many of them the cache holds
     for question in questions:
@@ -675,9 +684,8 @@ def spell(token_id):
 
 def show(title, rows):
     """Print a title, bold on a terminal, and rows of cells; a float is a share of 1, and gets a bar."""
-    bold, plain = ("\033[1m", "\033[0m") if sys.stdout.isatty() and "NO_COLOR" not in os.environ else ("", "")
     block = "#" if "\u2588".encode(sys.stdout.encoding, "replace") == b"?" else "\u2588"
-    print(f"\n{bold}{title}{plain}")
+    print(f"\n{terminal_code(1)}{title}{terminal_code(0)}")
     for row in rows:
         print(*[f"{block * round(16 * c):16} {c:.4f}" if isinstance(c, float) else f"{c:8}" for c in row])
 
@@ -691,6 +699,8 @@ def explain(prompt):
     ids, cache = encode(prompt, 8), [None] * N_LAYERS
     n = len(ids)
     shown = [i for i in range(n) if i < 4 or i >= n - 8]
+    if any(w.dtype == mx.uint32 for w in W.values()):
+        raise ValueError("--explain counts and shows plain weights, not quantised ones")
     if n > 512:
         raise ValueError(f"--explain is for prompts of up to 512 tokens; this one has {n}")
     calls = watch(lambda: sample(forward(mx.array(ids), cache, 0)[-1]))
