@@ -9,10 +9,10 @@
                 |                               feed-forward (6)                                           |
                 +------------------------ step 9: once more, for the next token ---------------------------+
 
-Read it from top to bottom: loading the weights, Steps 1 to 9, the command line. A function stands below all
-that it needs. Shapes are written (rows, columns); n is the number of new tokens; the numbers in comments are
-Qwen3-0.6B's. MLX is lazy: an expression notes what is to be computed, and the work is done when a value is
-asked for.
+Read it from top to bottom: loading the weights (a first reading may skip that), Steps 1 to 9, what goes
+beyond them (kernels, chat, a look inside), the command line. A function stands below all it needs. Shapes
+are written (rows, columns); n is the number of new tokens; the numbers in comments are Qwen3-0.6B's. MLX is
+lazy: an expression notes what is to be computed, and the work is done when a value is asked for.
 """
 import argparse
 import contextlib
@@ -70,6 +70,16 @@ W: dict[str, mx.array] = {}     # every weight under its Hugging Face name
 tok: Tokenizer                  # text <-> token ids
 EOS_IDS: set[int]               # the tokens that end a text: 151645 and 151643
 PACKING: dict                   # how a quantised matrix is packed, one of QUANTIZED; None if none is
+N_LAYERS: int                   # transformer blocks: 28
+D_MODEL: int                    # numbers that describe one token: 1024
+D_FF: int                       # numbers inside the feed-forward layer: 3072
+N_HEADS: int                    # query heads: 16
+N_KV: int                       # key/value heads, shared by the query heads: 8
+D_HEAD: int                     # numbers in a head: 128
+VOCAB: int                      # rows of the embedding: 151936
+MAX_POSITIONS: int              # the longest text, in tokens: 40960
+EPS: float                      # keeps RMSNorm from dividing by zero: 1e-06
+THETA: float                    # the base of RoPE's angles: 1000000
 
 # MLX's quantised weights: integers of a few bits, and for each group of them in a row a scale and a bias
 QUANTIZED = [{"group_size": group_size, "bits": bits} | mode for group_size in (32, 64, 128)
@@ -95,7 +105,7 @@ def read_json(path):
 
 
 def read_config(path):
-    """config.json as it stands, and its numbers under the names that this file uses for them.
+    """config.json, without fields that ask for nothing special, and its numbers under this file's names.
 
     ValueError names the first field that is missing, or that asks for something this file would get wrong.
     """
@@ -106,7 +116,7 @@ def read_config(path):
         if isinstance(rope, dict):
             config["rope_theta"] = rope.pop("rope_theta", config.get("rope_theta"))
             if all(plain.get(key) == value for key, value in rope.items()):
-                config[field] = None                            # says what is true without it
+                config[field] = None                            # nothing beyond plain RoPE
     if config.get("use_sliding_window") is False:
         config["sliding_window"] = None                         # a width that is written but not used
     kinds = config.get("layer_types")
@@ -124,17 +134,12 @@ def read_config(path):
 
     n_heads = number("num_attention_heads")
     numbers = {
-        "N_LAYERS": number("num_hidden_layers"),                # transformer blocks: 28
-        "D_MODEL": number("hidden_size"),                       # numbers that describe one token: 1024
-        "D_FF": number("intermediate_size"),                    # numbers inside the feed-forward layer: 3072
-        "N_HEADS": n_heads,                                     # query heads: 16
-        "N_KV": number("num_key_value_heads", n_heads),         # key/value heads, shared by query heads: 8
-        "D_HEAD": number("head_dim", number("hidden_size") // n_heads),     # numbers in a head: 128
-        "VOCAB": number("vocab_size"),                          # rows of the embedding: 151936
-        "MAX_POSITIONS": number("max_position_embeddings"),     # the longest text, in tokens: 40960
-        "EPS": number("rms_norm_eps", kind=float),              # keeps RMSNorm from dividing by zero: 1e-06
-        "THETA": number("rope_theta", 10000, kind=float),       # the base of RoPE's angles: 1000000
-    }
+        "N_LAYERS": number("num_hidden_layers"), "D_MODEL": number("hidden_size"),
+        "D_FF": number("intermediate_size"),
+        "N_HEADS": n_heads, "N_KV": number("num_key_value_heads", n_heads),
+        "D_HEAD": number("head_dim", number("hidden_size") // n_heads), "VOCAB": number("vocab_size"),
+        "MAX_POSITIONS": number("max_position_embeddings"), "EPS": number("rms_norm_eps", kind=float),
+        "THETA": number("rope_theta", 10000, kind=float)}
     if n_heads % numbers["N_KV"] or numbers["D_HEAD"] % 2:
         raise ValueError(f"{path}: num_attention_heads {n_heads} is not a multiple of num_key_value_heads "
                          f"{numbers['N_KV']}, or head_dim {numbers['D_HEAD']} is odd")
@@ -144,7 +149,8 @@ def read_config(path):
 def expected_shapes(c, qk_norm, own_head, packing=None):
     """{name: shape} of the tensors that a checkpoint with the numbers c must hold, no more and no fewer.
 
-    packing: one of QUANTIZED, or None. A row's integers are packed into numbers of 32 bits.
+    qk_norm: has every block Qwen3's norms of queries and keys? own_head: is lm_head.weight stored? packing:
+    one of QUANTIZED, or None; a row's integers are packed into numbers of 32 bits.
     """
     d, q, kv = c["D_MODEL"], c["N_HEADS"] * c["D_HEAD"], c["N_KV"] * c["D_HEAD"]
     block = {
@@ -183,14 +189,13 @@ def read_weights(folder):
 
 
 def read_tokenizer(path, rows):
-    """A tokenizers.Tokenizer from tokenizer.json. ValueError if it is none, or gives ids that have no row."""
+    """A tokenizers.Tokenizer from tokenizer.json. ValueError if it is none, or has ids beyond the rows."""
+    content = path.read_bytes()
     try:
-        tokenizer = Tokenizer.from_buffer(path.read_bytes())
+        tokenizer = Tokenizer.from_buffer(content)
         tokenizer.no_truncation()                               # the file may ask for both, for training
         tokenizer.no_padding()
         largest = max([0, *tokenizer.get_vocab().values(), *tokenizer.encode("").ids])
-    except OSError:
-        raise
     except BaseException as error:                              # a panic in Rust is no Exception
         raise ValueError(f"{path} is not a tokenizer: {error}") from None
     if largest >= rows:
@@ -208,7 +213,7 @@ def read_eos(config, path):
 
 
 def check_weights(folder, stored, shapes):
-    """ValueError if a tensor is missing, misshapen, too many or of another type, or memory is too small."""
+    """ValueError if a tensor is missing, misshapen, too many or of another type."""
     for name in sorted(shapes.keys() | stored.keys()):
         found, wanted = getattr(stored.get(name), "shape", "nothing"), shapes.get(name, "nothing")
         if found != wanted:
@@ -216,9 +221,6 @@ def check_weights(folder, stored, shapes):
         packed = name.endswith(".weight") and name.replace(".weight", ".scales") in shapes
         if stored[name].dtype not in ((mx.uint32,) if packed else (mx.bfloat16, mx.float16, mx.float32)):
             raise ValueError(f"{folder}: {name} is {stored[name].dtype}, which is not supported")
-    needed = sum(w.nbytes for w in stored.values())
-    if needed > os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"):
-        raise ValueError(f"{folder}: the weights take {needed / 1e9:.1f} GB, more memory than there is")
 
 
 def fill_weights(stored, dtype, packing):
@@ -242,7 +244,8 @@ def load_model(folder, dtype=None, quantize=None):
     """Fill W, tok and all the other globals from a folder in Hugging Face form, such as Qwen3-0.6B/.
 
     dtype: what to compute in. None: as stored on a GPU; float32 on a CPU, where bfloat16 products are slow.
-    quantize: the bits, 4 or 8, to which the matrices are rounded; None leaves them as they are.
+    quantize: the bits, 4 or 8, to which the matrices are rounded; None leaves them as they are. On a GPU they
+    take less memory so; on a CPU the rounded numbers are float32 again, as its packed products are slow.
     OSError: a file can't be read. ValueError, in one line that names field or tensor: this file would not
     compute the checkpoint exactly. After either, the model that was loaded before is still whole.
     """
@@ -256,11 +259,11 @@ def load_model(folder, dtype=None, quantize=None):
     has_head = "lm_head.weight" in stored
     tied = not has_head if config.get("tie_word_embeddings") is None else config["tie_word_embeddings"]
     packing = config.get("quantization") or config.get("quantization_config")
-    packing = QUANTIZED[QUANTIZED.index(packing)] if packing else None      # 4.0 equals 4, but MLX wants 4
+    packing = QUANTIZED[QUANTIZED.index(packing)] if packing else None      # with 4 where JSON may say 4.0
     shapes = expected_shapes(numbers, config["model_type"] == "qwen3", has_head or not tied, packing)
     check_weights(folder, stored, shapes)
-    embedding = stored["model.embed_tokens.weight"]
-    if tied and has_head and not mx.array_equal(stored.pop("lm_head.weight"), embedding):
+    heads = [stored.pop(name) for name in list(stored) if tied and name.startswith("lm_head.")]
+    if heads and not mx.array_equal(heads[0], stored["model.embed_tokens.weight"]):
         raise ValueError(f"{folder}: tie_word_embeddings is true, but lm_head.weight is not the embedding")
     if quantize and packing:
         raise ValueError(f"{folder} is quantised already, to {packing['bits']} bits")
@@ -269,12 +272,14 @@ def load_model(folder, dtype=None, quantize=None):
         raise ValueError(f"{folder}: {uneven[0]} can't be quantised: its rows are not groups of 64 numbers")
     if dtype is None:
         dtype = stored["model.norm.weight"].dtype if mx.default_device() == mx.gpu else mx.float32
+    needed = sum(math.prod(shape) for shape in shapes.values()) * dtype.size
+    if needed > os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"):
+        raise ValueError(f"{folder}: the weights take {needed / 1e9:.1f} GB, more memory than there is")
     if quantize:
         packing = {"group_size": 64, "bits": quantize}
         for name in [name for name, w in stored.items() if w.ndim == 2]:
             parts = [name.replace(".weight", part) for part in (".weight", ".scales", ".biases")]
             stored.update(zip(parts, mx.quantize(stored[name], **packing)))
-    del embedding                                               # or it would be held till the end
     fill_weights(stored, dtype, packing)
     if tied:
         W.update({n.replace("model.embed_tokens", "lm_head"): w for n, w in W.items() if "embed" in n})
@@ -310,6 +315,49 @@ def embed(token_ids):
     return w[ids]
 
 
+# ==== Tools for Steps 5 and 6: a product with a weight matrix, e^x, and all cores of a CPU ==================
+STREAMS = []                                                    # on a CPU, one for each of its cores
+if mx.default_device() == mx.cpu:
+    STREAMS = [mx.default_stream(mx.cpu)] + [mx.new_stream(mx.cpu) for _ in range(1, os.cpu_count() or 1)]
+
+
+def in_parallel(compute, *arrays):
+    """compute(*arrays); on a CPU with the arrays' first axis cut into a part for every core.
+
+    MLX computes all but large matrix products on one core, but each of its streams on a core of its own.
+    """
+    if not STREAMS or max(array.size for array in arrays) < 2**17:
+        return compute(*arrays)                                 # on a GPU, or too little to hand over
+    length, results = len(arrays[0]), []
+    for i, core in enumerate(STREAMS):
+        start, end = length * i // len(STREAMS), length * (i + 1) // len(STREAMS)
+        if start < end:
+            with mx.stream(core):
+                results.append(compute(*[array[start:end] for array in arrays]))
+    return mx.concatenate(results)
+
+
+def exp(x):
+    """e^x in float32. The same as mx.exp(x), but MLX's power takes less than half the time on a CPU."""
+    return mx.e ** x.astype(mx.float32)
+
+
+def linear(x, name):
+    """x @ w.T for a weight matrix w, which is stored as (out, in): (n, in) -> (n, out).
+
+    For a few rows, as in decode, OpenBLAS first copies the whole matrix, unless it comes in small pieces.
+    """
+    w = W[name]
+    if w.dtype == mx.uint32:                                    # quantised: unpacked while it is multiplied
+        scales, biases = (W[name.replace(".weight", part)] for part in (".scales", ".biases"))
+        return mx.quantized_matmul(x, w, scales, biases, **PACKING)
+    if len(x) > 8 or not STREAMS:
+        return x @ w.T
+    pieces = w.reshape(-1, math.gcd(len(w), 64), w.shape[1])    # (out / 64, 64, in)
+    out = in_parallel(lambda part: part @ x.T[None], pieces)    # (out / 64, 64, n)
+    return out.reshape(-1, len(x)).T
+
+
 # ==== Step 3: RMSNorm brings every vector to the same size ==================================================
 def rms_norm(x, w):
     """x / sqrt(mean(x^2) + EPS) * w, over the last axis: any shape (..., d), w (d,). Zhang and Sennrich 2019.
@@ -343,49 +391,6 @@ def apply_rope(q, k, positions):
     return rotate(q), rotate(k)
 
 
-# ==== Tools for Steps 5 and 6: a product with a weight matrix, e^x, and all cores of a CPU ==================
-STREAMS = []                                                    # on a CPU, one for each of its cores
-if mx.default_device() == mx.cpu:
-    STREAMS = [mx.default_stream(mx.cpu)] + [mx.new_stream(mx.cpu) for _ in range(1, os.cpu_count() or 1)]
-
-
-def in_parallel(compute, *arrays):
-    """compute(*arrays); on a CPU with the arrays' first axis cut into a part for every core.
-
-    MLX computes all but large matrix products on one core, but each of its streams on a core of its own.
-    """
-    if not STREAMS or max(array.size for array in arrays) < 2**17:
-        return compute(*arrays)                                 # on a GPU, or not worth the trouble
-    length, results = len(arrays[0]), []
-    for i, core in enumerate(STREAMS):
-        start, end = length * i // len(STREAMS), length * (i + 1) // len(STREAMS)
-        if start < end:
-            with mx.stream(core):
-                results.append(compute(*[array[start:end] for array in arrays]))
-    return mx.concatenate(results)
-
-
-def exp(x):
-    """e^x in float32. (On a CPU MLX's power takes less than half the time of mx.exp.)"""
-    return mx.e ** x.astype(mx.float32)
-
-
-def linear(x, name):
-    """x @ w.T for a weight matrix w, which is stored as (out, in): (n, in) -> (n, out).
-
-    For a few rows, as in decode, OpenBLAS first copies the whole matrix, unless it comes in small pieces.
-    """
-    w = W[name]
-    if w.dtype == mx.uint32:                                    # quantised: unpacked while it is multiplied
-        scales, biases = (W[name.replace(".weight", part)] for part in (".scales", ".biases"))
-        return mx.quantized_matmul(x, w, scales, biases, **PACKING)
-    if len(x) > 8 or not STREAMS:
-        return x @ w.T
-    pieces = w.reshape(-1, math.gcd(len(w), 64), w.shape[1])    # (out / 64, 64, in)
-    out = in_parallel(lambda part: part @ x.T[None], pieces)    # (out / 64, 64, n)
-    return out.reshape(-1, len(x)).T
-
-
 # ==== Step 5: attention with grouped query heads and a KV cache =============================================
 def extend_cache(cache, layer_idx, k, v):
     """Add the keys and values of n new tokens, (8, n, 128); return those of all tokens, (8, total, 128).
@@ -415,11 +420,12 @@ def attend(q, k, v):
     """
     (n_heads, n, d_head), (n_kv, total, _) = q.shape, k.shape
     future = mx.arange(total) > mx.arange(total - n, total)[:, None]            # (n, total)
+    future = mx.tile(future, (n_heads // n_kv, 1))                              # (2n, total): two heads' rows
 
-    def heads(q, k, v):
+    def heads(q, k, v):                                                         # some of the key/value heads
         scores = (q @ k.transpose(0, 2, 1)).astype(mx.float32) * d_head ** -0.5             # (8, 2n, total)
         if n > 1:                                                               # a single one may look at all
-            scores = mx.where(future, -mx.inf, scores.reshape(len(k), -1, n, total)).reshape(scores.shape)
+            scores = mx.where(future, -mx.inf, scores)
         weights = exp(scores - mx.max(scores, axis=-1, keepdims=True))          # <= 1: it can't overflow
         weights = weights / mx.sum(weights, axis=-1, keepdims=True)             # softmax: a row adds up to 1
         return weights.astype(v.dtype) @ v
@@ -456,10 +462,8 @@ def ffn(x, layer_idx):
     p = f"model.layers.{layer_idx}.mlp"
     gate = linear(x, f"{p}.gate_proj.weight")                   # (n, 3072)
     up = linear(x, f"{p}.up_proj.weight")                       # (n, 3072)
-    def gated(gate, up):
-        return (gate / (1 + exp(-gate))).astype(up.dtype) * up  # SiLU, in float32
-
-    return linear(in_parallel(gated, gate, up), f"{p}.down_proj.weight")
+    gate = in_parallel(lambda gate: (gate / (1 + exp(-gate))).astype(x.dtype), gate)    # SiLU, in float32
+    return linear(gate * up, f"{p}.down_proj.weight")
 
 
 # ==== Step 7: the transformer block =========================================================================
@@ -532,7 +536,7 @@ def stream(ids, cache, start_pos=0, max_tokens=100, temperature=0.0, top_p=0.95)
     first_pos, end_pos = start_pos + len(ids), start_pos + len(ids) + max_tokens
     for pos in range(first_pos, end_pos):
         token = upcoming
-        if pos + 1 < end_pos:
+        if pos + 1 < end_pos:                                   # queue the next step first
             upcoming = sample(forward(token[None], cache, pos)[-1], temperature, top_p)
             mx.async_eval(upcoming)
         if token.item() in EOS_IDS:
@@ -554,9 +558,8 @@ def fused_rms_norm(x, w):
 
 def fused_apply_rope(q, k, positions):
     """apply_rope as two kernels, for positions in a row. MLX wants four dimensions, so a batch of one."""
-    def rotate(x):
-        return mx.fast.rope(x[None], D_HEAD, traditional=False, base=THETA, scale=1.0, offset=positions[0])[0]
-    return rotate(q), rotate(k)
+    options = {"traditional": False, "base": THETA, "scale": 1.0, "offset": positions[0]}
+    return tuple(mx.fast.rope(x[None], D_HEAD, **options)[0] for x in (q, k))
 
 
 def fused_attend(q, k, v):
@@ -635,13 +638,13 @@ def chat(questions, system=None, think=False, max_tokens=1000, temperature=0.0, 
                 piece = piece.replace("<think>", dim + "<think>").replace("</think>", "</think>" + plain)
                 print(piece, end="", flush=True)
         print(plain)
-        held = min(len(said), cache[-1][2] if cache[-1] else 0)     # less if prefill was stopped
+        held = min(len(said), cache[-1][2] if cache[-1] else 0)     # forget the answer; if stopped, even more
         cache = [entry and (*entry[:2], held) for entry in cache]
         said = said + turn_ids("assistant", answer.split("</think>")[-1].lstrip("\n"))
 
 
 # ==== Beyond the article: see inside, with --explain and --trace ============================================
-# A step's function, and what stands in the name of all that it reads for a token: "" in any name, "-" in none
+# A step's function, and a regex for the names of what it reads for a token: "" matches all of W, "-" nothing
 STEPS = {"2 embed": "embed", "3 rms_norm": "layernorm", "4 apply_rope": "-", "5 attention": "self_attn",
          "6 ffn": "mlp", "7 transformer_block": "layers", "8 linear": "model.norm|lm_head", "8 sample": "-",
          "9 forward": ""}
@@ -798,7 +801,7 @@ def download(folder):
     """
     from huggingface_hub import HfApi, hf_hub_url           # comes with tokenizers, and is slow to import
     from huggingface_hub.file_download import http_get
-    files = ["generation_config.json", "tokenizer_config.json", *SHA256]
+    files = ["generation_config.json", *SHA256]
     incoming = folder / ".incoming"
     try:
         info = HfApi().repo_info(REPO, revision=REVISION, timeout=4, files_metadata=True)
@@ -855,11 +858,12 @@ def parse_arguments():
     add("--seed", metavar="S", type=int, help="a number that makes the draws repeatable")
     add("--quantize", metavar="BITS", type=int, choices=(4, 8), help="round the weights to 4 or 8 bits")
     add("--kernels", choices=KERNELS, help="for norm, RoPE and attention (default: fused on a GPU)")
-    add("--chat", action="store_true", help="answer PROMPT, or questions typed one after another")
+    mode = parser.add_mutually_exclusive_group().add_argument
+    mode("--chat", action="store_true", help="answer PROMPT, or questions typed one after another")
     add("--system", metavar="TEXT", help="what the model is told before a chat")
     add("--think", action="store_true", help="let the model think before it answers in a chat")
-    add("--explain", action="store_true", help="show what happens to PROMPT in each of the nine steps")
-    add("--trace", action="store_true", help="show each call of the functions in one decode step")
+    mode("--explain", action="store_true", help="show what happens to PROMPT in each of the nine steps")
+    mode("--trace", action="store_true", help="show each call of the functions in one decode step")
     args = parser.parse_args()
     sampling_is_well = 0 <= args.temperature < math.inf and 0 < args.top_p <= 1
     if not sampling_is_well or args.max_tokens is not None and args.max_tokens < 1:
@@ -872,6 +876,7 @@ def parse_arguments():
 
 
 def main():
+    """Run the program; whatever goes wrong comes out as an exception with a message of one line."""
     args = parse_arguments()
     prompt = "The capital of France is" if args.prompt is None else args.prompt
     try:
@@ -905,8 +910,7 @@ def main():
         print(shown + piece, end="", flush=True)
         shown = ""
         times.append(time.perf_counter())
-    if len(times) == 1:                                     # an end token came first
-        times.append(time.perf_counter())
+    times += [time.perf_counter()] * (len(times) == 1)      # an end token came first
     n, prefilled, decoded = len(times) - 2, times[1] - times[0], times[-1] - times[1]
     print(f"{shown}\nTime:   {prefilled + decoded:.2f}s  "
           f"(prefill {len(ids)} tokens: {len(ids) / prefilled:.0f} tokens/s, "

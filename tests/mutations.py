@@ -75,7 +75,7 @@ MUTATIONS = {
     "norm computed in bfloat16": ("rms_norm", "x32 = x.astype(mx.float32)", "x32 = x.astype(mx.bfloat16)"),
     "SiLU replaced by ReLU": ("ffn", "gate / (1 + exp(-gate))", "mx.maximum(gate, 0)"),
     "SiLU replaced by GELU": ("ffn", "gate / (1 + exp(-gate))", "gate * (1 + mx.erf(gate * 0.5 ** 0.5)) / 2"),
-    "gate and up swapped": ("ffn", "in_parallel(gated, gate, up)", "in_parallel(gated, up, gate)"),
+    "gate and up swapped": ("ffn", "exp(-gate))).astype(x.dtype), gate)", "exp(-gate))).astype(x.dtype), up); up = linear(x, f'{p}.gate_proj.weight')"),
     "residual around attention left out": ("transformer_block", "x = x + attention", "x = attention"),
     "residual around the feed-forward layer left out": ("transformer_block", "x = x + ffn", "x = ffn"),
     "norm after attention instead of before": (
