@@ -26,6 +26,7 @@ import re
 import signal
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 
@@ -265,6 +266,8 @@ def load_model(folder, dtype=None, quantize=None):
     heads = [stored.pop(name) for name in list(stored) if tied and name.startswith("lm_head.")]
     if heads and not mx.array_equal(heads[0], stored["model.embed_tokens.weight"]):
         raise ValueError(f"{folder}: tie_word_embeddings is true, but lm_head.weight is not the embedding")
+    if quantize not in (None, 4, 8) or not (dtype is None or dtype in (mx.bfloat16, mx.float16, mx.float32)):
+        raise ValueError(f"quantize is {quantize}, dtype {dtype}: 4, 8 and a type of float are supported")
     if quantize and packing:
         raise ValueError(f"{folder} is quantised already, to {packing['bits']} bits")
     uneven = [name for name, shape in shapes.items() if quantize and len(shape) == 2 and shape[1] % 64]
@@ -326,7 +329,8 @@ def in_parallel(compute, *arrays):
 
     MLX computes all but large matrix products on one core, but each of its streams on a core of its own.
     """
-    if not STREAMS or max(array.size for array in arrays) < 2**17:
+    own_thread = threading.current_thread() is threading.main_thread()      # MLX's streams belong to a thread
+    if not STREAMS or not own_thread or max(array.size for array in arrays) < 2**17:
         return compute(*arrays)                                 # on a GPU, or too little to hand over
     length, results = len(arrays[0]), []
     for i, core in enumerate(STREAMS):
@@ -499,6 +503,7 @@ def sample(logits, temperature=0.0, top_p=0.95):
     if temperature == 0:
         return mx.argmax(logits)
     logits = logits.astype(mx.float32)
+    temperature = max(temperature, 1e-30)                           # what float32 would take for 0 is not 0
     probs = mx.softmax((logits - mx.max(logits)) / temperature)     # minus the largest: none can overflow
     order = mx.argsort(-probs)                                      # token ids, the most likely first
     probs = probs[order]
@@ -538,7 +543,8 @@ def stream(ids, cache, start_pos=0, max_tokens=100, temperature=0.0, top_p=0.95)
         token = upcoming
         if pos + 1 < end_pos:                                   # queue the next step first
             upcoming = sample(forward(token[None], cache, pos)[-1], temperature, top_p)
-            mx.async_eval(upcoming)
+            if not STREAMS:                                     # a GPU begins now; a CPU when it is asked for
+                mx.async_eval(upcoming)
         if token.item() in EOS_IDS:
             return
         yield text.step(tok, token.item()) or ""
@@ -589,6 +595,7 @@ def terminal_code(number):
 
 def ids_of(text, typed=False):
     """Token ids of a piece of the template, or of text that was typed, where "<|im_end|>" has no meaning."""
+    text.encode()                                               # fails for what is not UTF-8
     tok.encode_special_tokens = typed
     return tok.encode(text, add_special_tokens=False).ids
 
@@ -897,6 +904,8 @@ def main():
     if args.explain or args.trace:
         return explain(prompt) if args.explain else trace(prompt)
     if args.chat:
+        if not prompt.strip():
+            raise ValueError("the prompt is empty")
         questions = typed_lines() if args.prompt is None else [prompt]
         max_tokens = args.max_tokens or MAX_POSITIONS // 4
         return chat(questions, args.system, args.think, max_tokens, args.temperature, args.top_p)

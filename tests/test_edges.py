@@ -1,0 +1,247 @@
+"""What only large sizes, odd numbers or rare orders reach: each of these once let a wrong edit pass."""
+import json
+import shutil
+import sys
+
+import llm_inference as llm
+import mlx.core as mx
+import pytest
+from checkpoints import make_checkpoint
+
+
+
+def fresh(): return [None] * llm.N_LAYERS
+
+
+def normal(seed, *shape, dtype=mx.float32):
+    return mx.random.normal(shape, key=mx.random.key(seed)).astype(dtype)
+
+
+def off(a, b):
+    a, b = a.astype(mx.float32), b.astype(mx.float32)
+    return (mx.max(mx.abs(a - b)) / mx.max(mx.abs(b))).item()
+
+
+@pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float16])
+def test_the_norm_is_rounded_before_its_weight_multiplies(dtype):
+    llm.EPS = 1e-6
+    x, w = normal(1, 50, 64, dtype=dtype), normal(2, 64, dtype=dtype)
+    assert mx.array_equal(llm.rms_norm(x, w), llm.rms_norm(x, mx.ones_like(w)) * w)
+
+
+@pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float16])
+def test_rope_at_far_positions_in_16_bits_rounds_only_its_result(tiny, dtype):
+    q = normal(1, 4, 9, llm.D_HEAD, dtype=dtype)
+    found = llm.apply_rope(q, q, list(range(3001, 3010)))[0]
+    assert mx.array_equal(found, llm.apply_rope(q.astype(mx.float32), q, list(range(3001, 3010)))[0].astype(dtype))
+
+
+@pytest.mark.parametrize("cores", [1, 2, 3, 5])
+@pytest.mark.parametrize("heads, kv, n, total", [(6, 3, 40, 1100), (4, 1, 1, 2100), (4, 1, 40, 2100), (2, 2, 3, 1100), (21, 7, 1, 1100)])
+def test_attention_cut_for_the_cores_is_attention(monkeypatch, cores, heads, kv, n, total):
+    q, k, v = normal(1, heads, n, 64), normal(2, kv, total, 64), normal(3, kv, total, 64)
+    assert k.size >= 2**17
+    wanted = llm.fused_attend.__globals__["mx"].fast.scaled_dot_product_attention(
+        q[None], k[None], v[None], scale=0.125, mask="causal" if n > 1 else None)[0]
+    monkeypatch.setattr(llm, "STREAMS", [mx.new_stream(mx.cpu) for _ in range(cores)])
+    assert off(llm.attend(q, k, v), wanted) < 1e-5
+
+
+@pytest.mark.parametrize("cores", [1, 2, 3, 5])
+@pytest.mark.parametrize("length", [1, 2, 3, 4, 7])
+def test_in_parallel_leaves_out_and_repeats_nothing(monkeypatch, cores, length):
+    monkeypatch.setattr(llm, "STREAMS", [mx.new_stream(mx.cpu) for _ in range(cores)])
+    a, b, seen = normal(1, length, 2**17), normal(2, length, 3), []
+    out = llm.in_parallel(lambda a, b: seen.append(len(a)) or a[:, :3] * b, a, b)
+    assert mx.array_equal(out, a[:, :3] * b)
+    assert len(seen) == min(cores, length) and max(seen) - min(seen) <= 1
+
+
+def test_e_to_the_x_is_float32_from_16_bits_and_exact():
+    x = mx.array([-87, -20.5, -1, -0.001, 0, 1, 20.5], dtype=mx.float32)
+    assert mx.allclose(llm.exp(x), mx.exp(x), rtol=3e-6, atol=0)   # 2.71828 would be 1e-6 * 87 off
+    assert llm.exp(x.astype(mx.bfloat16)).dtype == mx.float32
+
+
+def test_attention_with_scores_that_exp_cannot_hold():
+    """Rows with scores about 500 and about -500: each is brought to 0 by its own largest."""
+    k, v = normal(2, 1, 6, 16), normal(3, 1, 6, 16)
+    q = mx.concatenate([k[:, :1] * 600, -k[:, :1] * 600, k[:, 3:4] * 0.1], axis=1) + mx.zeros((1, 3, 16))
+    found = llm.attend(q, k, v)
+    scores = mx.where(mx.arange(6) > mx.arange(3, 6)[:, None], -mx.inf, (q @ k.swapaxes(1, 2)) / 4)
+    assert off(found, mx.softmax(scores, axis=-1) @ v) < 1e-5
+
+
+def test_a_future_token_is_hidden_however_well_it_fits():
+    q = mx.ones((1, 2, 4)) * 100
+    k = mx.array([[-1000.0], [1000.0]])[None] * mx.ones(4)
+    v = mx.array([[1.0], [2.0]])[None] * mx.ones(4)
+    assert llm.attend(q, k, v)[0, 0, 0].item() == 1
+
+
+def test_a_gate_far_from_zero_stays_finite(tiny):
+    x = normal(1, 3, llm.D_MODEL) * 1e4
+    g = x @ llm.W["model.layers.0.mlp.gate_proj.weight"].T
+    assert mx.abs(g).max() > 100
+    wanted = ((mx.sigmoid(g) * g) * (x @ llm.W["model.layers.0.mlp.up_proj.weight"].T)) @ llm.W["model.layers.0.mlp.down_proj.weight"].T
+    assert off(llm.ffn(x, 0), wanted) < 1e-5
+
+
+def test_every_draw_of_a_text_has_the_options(tiny, monkeypatch):
+    seen = []
+    monkeypatch.setattr(llm, "sample", lambda logits, *o: seen.append(o) or mx.argmax(logits))
+    llm.generate("The", 4, temperature=0.3, top_p=0.6)
+    assert seen == [(0.3, 0.6)] * 4
+
+
+def test_the_cache_s_room_is_a_multiple_of_256(tiny):
+    cache = fresh()
+    for n in (1, 254, 1, 1, 300):
+        k = mx.ones((2, n, 64))
+        keys, values = llm.extend_cache(cache, 0, k, k)
+        total = cache[0][2]
+        assert cache[0][0].shape[1] == cache[0][1].shape[1] == -(-total // 256) * 256
+        assert keys.shape[1] == total
+
+
+@pytest.mark.parametrize("cores", [2, 3])
+def test_the_feed_forward_layer_cut_for_the_cores_is_the_same(tiny, monkeypatch, cores):
+    x = normal(1, 501, llm.D_MODEL)                     # 501 x 384 numbers: enough to be cut
+    monkeypatch.setattr(llm, "STREAMS", [])
+    wanted = llm.ffn(x, 0)
+    monkeypatch.setattr(llm, "STREAMS", [mx.new_stream(mx.cpu) for _ in range(cores)])
+    assert off(llm.ffn(x, 0), wanted) < 1e-6
+
+
+@pytest.mark.parametrize("rows, columns", [(1031, 128), (2432, 128), (96, 2048), (2176, 64)])
+@pytest.mark.parametrize("n", [1, 2, 8, 9])
+def test_a_product_in_pieces_is_the_product(monkeypatch, rows, columns, n):
+    monkeypatch.setitem(llm.W, "some.weight", normal(1, rows, columns))
+    monkeypatch.setattr(llm, "STREAMS", [mx.new_stream(mx.cpu) for _ in range(3)])
+    x = normal(2, n, columns)
+    assert off(llm.linear(x, "some.weight"), x @ llm.W["some.weight"].T) < 1e-5
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan")])
+def test_logits_that_are_not_finite_are_refused(tiny, monkeypatch, value):
+    monkeypatch.setattr(llm, "forward", lambda *a, **k: mx.array([[0.0, value]]))
+    with pytest.raises(ValueError, match="not finite"):
+        llm.prefill([1], fresh())
+
+
+def test_a_space_that_begins_the_new_text_is_kept(monkeypatch):
+    """Decoders of SentencePiece's kind drop the space before a text's first token: the prompt comes first."""
+    from tokenizers import Tokenizer, decoders, models
+    tok = Tokenizer(models.WordLevel({"\u2581a": 0, "\u2581b": 1}, unk_token="\u2581a"))
+    tok.decoder = decoders.Metaspace()
+    monkeypatch.setattr(llm, "tok", tok, raising=False)
+    monkeypatch.setattr(llm, "EOS_IDS", set(), raising=False)
+    monkeypatch.setattr(llm, "prefill", lambda *a: mx.array([[0.0, 1.0]]))
+    assert list(llm.stream([0], [], 0, 1)) == [" b"]
+
+
+@pytest.mark.parametrize("kind", ["explicit", "fused"])
+def test_two_tokens_at_once(tiny, kind):
+    llm.use_kernels(kind)
+    cache, ids = fresh(), [10, 11, 12, 13]
+    rows = mx.concatenate([llm.forward(ids[:2], cache, 0), llm.forward(ids[2:], cache, 2)])
+    assert off(rows, mx.concatenate([llm.forward(ids[:i], fresh(), 0)[-1:] for i in (1, 2, 3, 4)])) < 1e-5
+
+
+def test_a_head_of_its_own_needs_no_word_in_config_json(tmp_path, folder_of):
+    import json, shutil
+    folder = shutil.copytree(folder_of("untied"), tmp_path / "copy")
+    config = json.loads((folder / "config.json").read_text())
+    del config["tie_word_embeddings"]                   # transformers leaves out what is its default
+    (folder / "config.json").write_text(json.dumps(config))
+    llm.load_model(folder)
+    assert mx.array_equal(llm.W["lm_head.weight"], mx.load(str(folder / "model.safetensors"))["lm_head.weight"])
+
+
+def test_rows_of_96_are_refused_by_name(tmp_path, tiny):
+    before = dict(llm.W)
+    folder = make_checkpoint(tmp_path / "m", "tied", hidden_size=96, intermediate_size=64)
+    with pytest.raises(ValueError, match=r"embed_tokens\.weight can't be quantised"):
+        llm.load_model(folder, quantize=4)
+    assert llm.W == before
+
+
+def test_a_head_of_its_own_is_quantised_too(tmp_path):
+    folder = make_checkpoint(tmp_path / "m", "untied", hidden_size=64, intermediate_size=64, num_attention_heads=4)
+    stored = mx.load(str(folder / "model.safetensors"))
+    llm.load_model(folder, quantize=4)
+    for name, w in stored.items():
+        wanted = mx.dequantize(*mx.quantize(w, 64, 4), 64, 4) if w.ndim == 2 else w
+        assert mx.array_equal(llm.W[name], wanted), name
+
+
+@pytest.mark.parametrize("temperature", [1e-38, 1e-46, 5e-324])
+def test_a_temperature_that_float32_cannot_hold_is_argmax(temperature):
+    logits = mx.array([1000.0, 3000.0, -20.0])
+    assert [llm.sample(logits, temperature, p).item() for p in (0.5, 1.0)] == [1, 1]
+
+
+def test_a_bad_number_of_bits_or_type_leaves_the_old_model_whole(tiny):
+    before = dict(llm.W)
+    for options in ({"quantize": 7}, {"dtype": mx.int32}):
+        with pytest.raises(ValueError):
+            llm.load_model(tiny, **options)
+        assert llm.W == before
+
+
+def test_it_runs_in_another_thread(tiny):
+    import threading
+    said = []
+    thread = threading.Thread(target=lambda: said.append(llm.generate("The capital of France is", 2)))
+    thread.start(), thread.join()
+    assert said == ["The capital of France is Paris."]
+
+
+def test_the_command_line_s_temperature_and_top_p_reach_every_draw(tiny, monkeypatch, capsys):
+    seen = []
+    monkeypatch.setattr(llm, "sample", lambda logits, *o: seen.append(o) or mx.argmax(logits))
+    monkeypatch.setattr(sys.stdout, "reconfigure", lambda **k: None, raising=False)
+    for extra in ([], ["--chat"]):
+        seen.clear()
+        monkeypatch.setattr(sys, "argv", ["x", "--model", str(tiny), "hi", "--max-tokens", "3", *extra,
+                                          "--temperature", "0.3", "--top-p", "0.6"])
+        llm.main()
+        assert seen == [(0.3, 0.6)] * 3
+
+
+def test_fused_is_fused():
+    assert [f.__name__ for f in llm.KERNELS["fused"]] == ["fused_rms_norm", "fused_apply_rope", "fused_attend"]
+
+
+def test_model_safetensors_comes_before_an_index(tmp_path, folder_of):
+    folder = shutil.copytree(folder_of("tied"), tmp_path / "copy")
+    (folder / "model.safetensors.index.json").write_text('{"weight_map": {"x": "not-there.safetensors"}}')
+    llm.load_model(folder)
+
+
+def test_without_a_word_of_it_theta_is_10000(tmp_path, folder_of):
+    folder = shutil.copytree(folder_of("tied"), tmp_path / "copy")
+    config = json.loads((folder / "config.json").read_text())
+    del config["rope_theta"]
+    (folder / "config.json").write_text(json.dumps(config))
+    llm.load_model(folder)
+    assert llm.THETA == 10000
+
+
+def test_what_stands_after_the_last_thought_is_kept(tiny, monkeypatch, capsys):
+    runs = []
+    def stream(ids, *rest):
+        runs.append(ids)
+        yield "a</think>b</think>\n\nc"
+    monkeypatch.setattr(llm, "stream", stream)
+    llm.chat(["x", "y"], max_tokens=5)
+    assert llm.turn_ids("assistant", "c") == runs[1][len(llm.turn_ids("user", "x")):][:len(llm.turn_ids("assistant", "c"))]
+
+
+def test_a_conversation_that_just_fits_goes_on(tiny, monkeypatch, capsys):
+    monkeypatch.setattr(llm, "stream", lambda *a: iter(["c"]))
+    opening = llm.ids_of("<|im_start|>assistant\n<think>\n\n</think>\n\n")
+    said = len(2 * llm.turn_ids("user", "x") + llm.turn_ids("assistant", "c") + opening)
+    for room, new in ((llm.MAX_POSITIONS - said, False), (llm.MAX_POSITIONS - said + 1, True)):
+        llm.chat(["x", "x"], max_tokens=room)
+        assert ("new chat" in capsys.readouterr().err) == new
