@@ -32,12 +32,14 @@ def test_the_norm_is_rounded_before_its_weight_multiplies(dtype):
 @pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float16])
 def test_rope_at_far_positions_in_16_bits_rounds_only_its_result(tiny, dtype):
     q = normal(1, 4, 9, llm.D_HEAD, dtype=dtype)
-    found = llm.apply_rope(q, q, list(range(3001, 3010)))[0]
-    assert mx.array_equal(found, llm.apply_rope(q.astype(mx.float32), q, list(range(3001, 3010)))[0].astype(dtype))
+    positions = list(range(3001, 3010))
+    wanted = llm.apply_rope(q.astype(mx.float32), q, positions)[0].astype(dtype)
+    assert mx.array_equal(llm.apply_rope(q, q, positions)[0], wanted)
 
 
 @pytest.mark.parametrize("cores", [1, 2, 3, 5])
-@pytest.mark.parametrize("heads, kv, n, total", [(6, 3, 40, 1100), (4, 1, 1, 2100), (4, 1, 40, 2100), (2, 2, 3, 1100), (21, 7, 1, 1100)])
+@pytest.mark.parametrize("heads, kv, n, total", [
+    (6, 3, 40, 1100), (4, 1, 1, 2100), (4, 1, 40, 2100), (2, 2, 3, 1100), (21, 7, 1, 1100)])
 def test_attention_cut_for_the_cores_is_attention(monkeypatch, cores, heads, kv, n, total):
     q, k, v = normal(1, heads, n, 64), normal(2, kv, total, 64), normal(3, kv, total, 64)
     assert k.size >= 2**17
@@ -83,7 +85,8 @@ def test_a_gate_far_from_zero_stays_finite(tiny):
     x = normal(1, 3, llm.D_MODEL) * 1e4
     g = x @ llm.W["model.layers.0.mlp.gate_proj.weight"].T
     assert mx.abs(g).max() > 100
-    wanted = ((mx.sigmoid(g) * g) * (x @ llm.W["model.layers.0.mlp.up_proj.weight"].T)) @ llm.W["model.layers.0.mlp.down_proj.weight"].T
+    up, down = (llm.W[f"model.layers.0.mlp.{name}_proj.weight"] for name in ("up", "down"))
+    wanted = ((mx.sigmoid(g) * g) * (x @ up.T)) @ down.T
     assert off(llm.ffn(x, 0), wanted) < 1e-5
 
 
@@ -155,7 +158,8 @@ def test_a_head_of_its_own_needs_no_word_in_config_json(tmp_path, folder_of):
     del config["tie_word_embeddings"]                   # transformers leaves out what is its default
     (folder / "config.json").write_text(json.dumps(config))
     llm.load_model(folder)
-    assert mx.array_equal(llm.W["lm_head.weight"], mx.load(str(folder / "model.safetensors"))["lm_head.weight"])
+    stored = mx.load(str(folder / "model.safetensors"))
+    assert mx.array_equal(llm.W["lm_head.weight"], stored["lm_head.weight"])
 
 
 def test_rows_of_96_are_refused_by_name(tmp_path, tiny):
@@ -167,7 +171,7 @@ def test_rows_of_96_are_refused_by_name(tmp_path, tiny):
 
 
 def test_a_head_of_its_own_is_quantised_too(tmp_path):
-    folder = make_checkpoint(tmp_path / "m", "untied", hidden_size=64, intermediate_size=64, num_attention_heads=4)
+    folder = make_checkpoint(tmp_path / "m", "untied", hidden_size=64, intermediate_size=64)
     stored = mx.load(str(folder / "model.safetensors"))
     llm.load_model(folder, quantize=4)
     for name, w in stored.items():
@@ -210,7 +214,8 @@ def test_the_command_line_s_temperature_and_top_p_reach_every_draw(tiny, monkeyp
 
 
 def test_fused_is_fused():
-    assert [f.__name__ for f in llm.KERNELS["fused"]] == ["fused_rms_norm", "fused_apply_rope", "fused_attend"]
+    names = [function.__name__ for function in llm.KERNELS["fused"]]
+    assert names == ["fused_rms_norm", "fused_apply_rope", "fused_attend"]
 
 
 def test_model_safetensors_comes_before_an_index(tmp_path, folder_of):
@@ -235,7 +240,8 @@ def test_what_stands_after_the_last_thought_is_kept(tiny, monkeypatch, capsys):
         yield "a</think>b</think>\n\nc"
     monkeypatch.setattr(llm, "stream", stream)
     llm.chat(["x", "y"], max_tokens=5)
-    assert llm.turn_ids("assistant", "c") == runs[1][len(llm.turn_ids("user", "x")):][:len(llm.turn_ids("assistant", "c"))]
+    kept, question = llm.turn_ids("assistant", "c"), llm.turn_ids("user", "x")
+    assert runs[1][len(question):][:len(kept)] == kept
 
 
 def test_a_conversation_that_just_fits_goes_on(tiny, monkeypatch, capsys):
