@@ -7,6 +7,8 @@ import pytest
 
 GOLDEN = Path(__file__).resolve().parent / "golden"
 KINDS = ("explicit", "fused")
+SHAPES = ["untied", "one_kv_head", "as_many_kv_heads", "three_queries_a_kv_head", "sharded", "llama_no_head_dim",
+          "tiny-qwen3"]                                 # six random checkpoints and the trained one
 
 
 def golden(name):
@@ -88,13 +90,15 @@ def test_bfloat16_is_as_near_to_float32_as_hugging_face_is(name, kind, folder_of
 
 # ---- cached against recomputed ------------------------------------------------------------------------------
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("sizes", [(1,) * 20, (7, 1, 7, 5), (16, 1, 1, 1, 1), (19, 1)], ids=str)
+@pytest.mark.parametrize("name", SHAPES, indirect=True)
+@pytest.mark.parametrize("sizes", [(1,) * 20, (7, 1, 7, 5), (16, 1, 1, 1, 1), (18, 2)], ids=str)
 def test_pieces_on_a_cache_equal_one_pass(name, sizes, kind):
     llm.use_kernels(kind)
     ids = golden(name)["long"].tolist()[:20]
     assert difference(in_pieces(ids, sizes), llm.forward(ids, fresh(), 0)) < 1e-5
 
 
+@pytest.mark.parametrize("name", SHAPES, indirect=True)
 def test_cached_decode_equals_recomputed_decode(name):
     """64 tokens, each chosen from the cache and, again, from a forward pass over the whole text."""
     ids, cache = golden(name)["ids"].tolist(), fresh()

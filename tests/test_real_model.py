@@ -1,4 +1,5 @@
 """Qwen3-0.6B itself: its config.json is in the repository, tokenizer and weights are tested where they are."""
+import functools
 import json
 import re
 from pathlib import Path
@@ -13,6 +14,11 @@ needs_tokenizer = pytest.mark.skipif(not (FOLDER / "tokenizer.json").exists(),
                                      reason="Qwen3-0.6B/tokenizer.json is not there")
 needs_weights = pytest.mark.skipif(not (FOLDER / "model.safetensors").exists(),
                                    reason="Qwen3-0.6B/model.safetensors is not there")
+
+
+@functools.cache
+def real_tokenizer():
+    return Tokenizer.from_file(str(FOLDER / "tokenizer.json"))
 
 
 def test_the_numbers_in_the_source_s_comments_are_the_model_s():
@@ -39,14 +45,14 @@ def test_the_expected_tensors_are_the_311_of_the_published_file():
     ("12345", [16, 17, 18, 19, 20]),
     ("<|im_end|><|endoftext|>", [151645, 151643])])
 def test_token_ids(text, ids):
-    tokenizer = Tokenizer.from_file(str(FOLDER / "tokenizer.json"))
+    tokenizer = real_tokenizer()
     assert tokenizer.encode(text).ids == ids
     assert tokenizer.decode(ids, skip_special_tokens=False) == text
 
 
 @needs_tokenizer
 def test_the_vocabulary_fits_the_embedding():
-    tokenizer = Tokenizer.from_file(str(FOLDER / "tokenizer.json"))
+    tokenizer = real_tokenizer()
     assert tokenizer.get_vocab_size() == 151669
     assert json.loads((FOLDER / "config.json").read_text())["vocab_size"] == 151936
 

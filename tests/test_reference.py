@@ -250,8 +250,8 @@ def test_logits_and_every_layer_are_those_of_transformers(name, folder_of):
 @pytest.mark.parametrize("name", CHECKPOINTS)
 def test_greedy_ids_are_those_of_transformers(name, folder_of):
     golden = mx.load(str(HERE / "golden" / f"{name}.safetensors"))
-    ids = reference.generate(reference.load(folder_of(name)), golden["ids"].tolist(), 24)
-    assert ids == golden["greedy"].tolist()
+    ids = reference.generate(reference.load(folder_of(name)), golden["ids"].tolist(), 12)
+    assert ids == golden["greedy"].tolist()[:12]
 
 
 # ---- The program ----
