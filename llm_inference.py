@@ -263,9 +263,10 @@ def load_model(folder, dtype=None, quantize=None):
     packing = QUANTIZED[QUANTIZED.index(packing)] if packing else None      # with 4 where JSON may say 4.0
     shapes = expected_shapes(numbers, config["model_type"] == "qwen3", has_head or not tied, packing)
     check_weights(folder, stored, shapes)
-    heads = [stored.pop(name) for name in list(stored) if tied and name.startswith("lm_head.")]
-    if heads and not mx.array_equal(heads[0], stored["model.embed_tokens.weight"]):
-        raise ValueError(f"{folder}: tie_word_embeddings is true, but lm_head.weight is not the embedding")
+    for name in [name for name in stored if tied and name.startswith("lm_head.")]:
+        head, embedding = stored.pop(name), stored[name.replace("lm_head", "model.embed_tokens")]
+        if not mx.array_equal(head, embedding):
+            raise ValueError(f"{folder}: tie_word_embeddings is true, but {name} is not the embedding's")
     if quantize not in (None, 4, 8) or not (dtype is None or dtype in (mx.bfloat16, mx.float16, mx.float32)):
         raise ValueError(f"quantize is {quantize}, dtype {dtype}: 4, 8 and a type of float are supported")
     if quantize and packing:
@@ -273,6 +274,7 @@ def load_model(folder, dtype=None, quantize=None):
     uneven = [name for name, shape in shapes.items() if quantize and len(shape) == 2 and shape[1] % 64]
     if uneven:
         raise ValueError(f"{folder}: {uneven[0]} can't be quantised: its rows are not groups of 64 numbers")
+    head = embedding = None                                     # they would be held in memory till the end
     if dtype is None:
         dtype = stored["model.norm.weight"].dtype if mx.default_device() == mx.gpu else mx.float32
     needed = sum(math.prod(shape) for shape in shapes.values()) * dtype.size
@@ -319,13 +321,14 @@ def embed(token_ids):
 
 
 # ==== Tools for Steps 5 and 6: a product with a weight matrix, e^x, and all cores of a CPU ==================
-STREAMS = []                                                    # on a CPU, one for each of its cores
+STREAMS = []                                                    # on a CPU, one for each of up to 8 cores
 if mx.default_device() == mx.cpu:
-    STREAMS = [mx.default_stream(mx.cpu)] + [mx.new_stream(mx.cpu) for _ in range(1, os.cpu_count() or 1)]
+    STREAMS = [mx.new_stream(mx.cpu) for _ in range(1, min(os.cpu_count() or 1, 8))]
+    STREAMS.insert(0, mx.default_stream(mx.cpu))
 
 
 def in_parallel(compute, *arrays):
-    """compute(*arrays); on a CPU with the arrays' first axis cut into a part for every core.
+    """compute(*arrays); on a CPU with the arrays' first axis cut into a part for every stream.
 
     MLX computes all but large matrix products on one core, but each of its streams on a core of its own.
     """

@@ -179,6 +179,28 @@ def test_a_head_of_its_own_is_quantised_too(tmp_path):
         assert mx.array_equal(llm.W[name], wanted), name
 
 
+@pytest.mark.parametrize("equal", [True, False])
+def test_a_quantised_head_stored_beside_a_tied_embedding_must_be_the_same(tmp_path, equal):
+    """Whatever the order of its three parts in the file."""
+    folder = make_checkpoint(tmp_path / "m", "tied", hidden_size=64, intermediate_size=64)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"quantization": {"group_size": 64, "bits": 4}}))
+    stored, packed = mx.load(str(folder / "model.safetensors")), {}
+    for name, w in stored.items():
+        parts = [name.replace(".weight", part) for part in (".weight", ".scales", ".biases")]
+        packed |= dict(zip(parts, mx.quantize(w, 64, 4))) if w.ndim == 2 else {name: w}
+    for part in ("biases", "scales", "weight"):
+        changed = 0 if equal or part != "scales" else 1
+        packed[f"lm_head.{part}"] = packed[f"model.embed_tokens.{part}"] + changed
+    mx.save_safetensors(str(folder / "model.safetensors"), packed)
+    if equal:
+        llm.load_model(folder)
+        assert set(llm.W) == {*stored, "lm_head.weight"}
+    else:
+        with pytest.raises(ValueError, match=r"lm_head\.scales is not the embedding"):
+            llm.load_model(folder)
+
+
 @pytest.mark.parametrize("temperature", [1e-38, 1e-46, 5e-324])
 def test_a_temperature_that_float32_cannot_hold_is_argmax(temperature):
     logits = mx.array([1000.0, 3000.0, -20.0])
