@@ -60,17 +60,20 @@ def load_openblas():
 
 HAS_OPENBLAS = sys.platform == "linux" and load_openblas()      # before MLX is imported: later is too late
 
-import mlx.core as mx                                           # noqa: E402
-from tokenizers import Tokenizer                                # noqa: E402
-from tokenizers.decoders import DecodeStream                    # noqa: E402
-from tokenizers.pre_tokenizers import ByteLevel                 # noqa: E402
-from tqdm import tqdm                                           # noqa: E402  (tokenizers brings it)
+try:
+    import mlx.core as mx
+    from tokenizers import Tokenizer
+    from tokenizers.decoders import DecodeStream
+    from tokenizers.pre_tokenizers import ByteLevel
+    from tqdm import tqdm                                       # tokenizers brings it
+except ImportError as error:                                    # on Linux also an MLX without its CPU part
+    sys.exit(f'llm_inference.py: {error}: pip install "mlx[cpu]" tokenizers')
 
 # ==== The model: weights, a tokenizer and some numbers, all filled in by load_model =========================
-W: dict[str, mx.array] = {}     # every weight under its Hugging Face name
+W: dict[str, mx.array] = {}     # every weight under its Hugging Face name; if packed, (w, scales, biases)
 tok: Tokenizer                  # text <-> token ids
 EOS_IDS: set[int]               # the tokens that end a text: 151645 and 151643
-PACKING: dict                   # how a quantised matrix is packed, one of QUANTIZED; None if none is
+PACKING: dict                   # how a quantised matrix is packed: bits and group_size
 N_LAYERS: int                   # transformer blocks: 28
 D_MODEL: int                    # numbers that describe one token: 1024
 D_FF: int                       # numbers inside the feed-forward layer: 3072
@@ -147,11 +150,10 @@ def read_config(path):
     return config, numbers
 
 
-def expected_shapes(c, qk_norm, own_head, packing=None):
+def expected_shapes(c, qk_norm, own_head):
     """{name: shape} of the tensors that a checkpoint with the numbers c must hold, no more and no fewer.
 
-    qk_norm: has every block Qwen3's norms of queries and keys? own_head: is lm_head.weight stored? packing:
-    one of QUANTIZED, or None; a row's integers are packed into numbers of 32 bits.
+    qk_norm: has every block Qwen3's norms of queries and keys? own_head: is lm_head.weight stored?
     """
     d, q, kv = c["D_MODEL"], c["N_HEADS"] * c["D_HEAD"], c["N_KV"] * c["D_HEAD"]
     block = {
@@ -165,11 +167,6 @@ def expected_shapes(c, qk_norm, own_head, packing=None):
         shapes["lm_head.weight"] = (c["VOCAB"], d)
     for i in range(c["N_LAYERS"]):
         shapes |= {f"model.layers.{i}.{name}.weight": shape for name, shape in block.items()}
-    for name, shape in list(shapes.items()) if packing else []:
-        if len(shape) == 2:
-            shapes[name] = (shape[0], shape[1] * packing["bits"] // 32)
-            groups = (shape[0], shape[1] // packing["group_size"])
-            shapes |= {name.replace(".weight", part): groups for part in (".scales", ".biases")}
     return shapes
 
 
@@ -213,31 +210,45 @@ def read_eos(config, path):
     return set(ids)
 
 
+def unpack(folder, stored, packing, bits):
+    """Put the values of quantised matrices in the place of their parts; {name: (w, scales, biases)} of those.
+
+    bits: None, or to what all matrices are quantised here. ValueError names a matrix that this can't be.
+    """
+    packed = {}
+    for name in [name for name in sorted(stored) if name.endswith(".weight")]:
+        parts = [name.replace(".weight", part) for part in (".weight", ".scales", ".biases")]
+        try:
+            if bits and stored[name].ndim == 2:
+                packed[name] = mx.quantize(stored[name], **packing)
+            elif packing and parts[1] in stored and parts[2] in stored:
+                packed[name] = tuple(stored.pop(part) for part in parts)
+            if name in packed:
+                w, *rest = packed[name]
+                stored[name] = mx.dequantize(w, *[part.astype(mx.float32) for part in rest], **packing)
+        except ValueError as error:
+            raise ValueError(f"{folder}: {name}: {error}") from None
+    return packed
+
+
 def check_weights(folder, stored, shapes):
     """ValueError if a tensor is missing, misshapen, too many or of another type."""
     for name in sorted(shapes.keys() | stored.keys()):
         found, wanted = getattr(stored.get(name), "shape", "nothing"), shapes.get(name, "nothing")
         if found != wanted:
             raise ValueError(f"{folder}: {name}: the weights hold {found}, config.json asks for {wanted}")
-        packed = name.endswith(".weight") and name.replace(".weight", ".scales") in shapes
-        if stored[name].dtype not in ((mx.uint32,) if packed else (mx.bfloat16, mx.float16, mx.float32)):
+        if stored[name].dtype not in (mx.bfloat16, mx.float16, mx.float32):
             raise ValueError(f"{folder}: {name} is {stored[name].dtype}, which is not supported")
 
 
-def fill_weights(stored, dtype, packing):
-    """Move the stored tensors into W, as dtype. On a CPU, which is slow with packed ones, unpack those."""
+def fill_weights(folder, weights):
+    """Compute the weights one by one and put them into W. ValueError: they are larger than the memory."""
+    needed = sum(part.nbytes for w in weights.values() for part in (w if isinstance(w, tuple) else (w,)))
+    if needed > os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"):
+        raise ValueError(f"{folder}: the weights take {needed / 1e9:.1f} GB, more memory than there is")
     W.clear()
-    for name in [name for name in stored if name.endswith(".weight")]:
-        scales, biases = (stored.pop(name.replace(".weight", part), None) for part in (".scales", ".biases"))
-        w = stored.pop(name)
-        if scales is None:
-            w = w.astype(dtype)
-        elif mx.default_device() == mx.cpu:
-            w = mx.dequantize(w, scales.astype(dtype), biases.astype(dtype), **packing)
-        else:
-            W[name.replace(".weight", ".scales")] = scales.astype(dtype)
-            W[name.replace(".weight", ".biases")] = biases.astype(dtype)
-        W[name] = w
+    for name in list(weights):
+        W[name] = weights.pop(name)
         mx.eval(W[name])                                        # now, so that what was stored can go
 
 
@@ -250,44 +261,40 @@ def load_model(folder, dtype=None, quantize=None):
     OSError: a file can't be read. ValueError, in one line that names field or tensor: this file would not
     compute the checkpoint exactly. After either, the model that was loaded before is still whole.
     """
-    folder = Path(folder)
+    folder, on_gpu = Path(folder), mx.default_device() == mx.gpu
     config, numbers = read_config(folder / "config.json")
     eos = read_eos(config, folder / "generation_config.json")
     tokenizer = read_tokenizer(folder / "tokenizer.json", numbers["VOCAB"])
     stored = read_weights(folder)
     if numbers["N_LAYERS"] > len(stored):
         raise ValueError(f"{folder}: num_hidden_layers is {numbers['N_LAYERS']} with {len(stored)} tensors")
+    packing = config.get("quantization") or config.get("quantization_config")
+    if packing and quantize:
+        raise ValueError(f"{folder} is quantised already, to {packing['bits']} bits")
+    if packing:
+        packing = QUANTIZED[QUANTIZED.index(packing)]           # with 4 where JSON may say 4.0
+    elif quantize:
+        packing = {"group_size": 64, "bits": quantize}
+    packed = unpack(folder, stored, packing, quantize)
     has_head = "lm_head.weight" in stored
     tied = not has_head if config.get("tie_word_embeddings") is None else config["tie_word_embeddings"]
-    packing = config.get("quantization") or config.get("quantization_config")
-    packing = QUANTIZED[QUANTIZED.index(packing)] if packing else None      # with 4 where JSON may say 4.0
-    shapes = expected_shapes(numbers, config["model_type"] == "qwen3", has_head or not tied, packing)
+    shapes = expected_shapes(numbers, config["model_type"] == "qwen3", has_head or not tied)
     check_weights(folder, stored, shapes)
-    for name in [name for name in stored if tied and name.startswith("lm_head.")]:
-        head, embedding = stored.pop(name), stored[name.replace("lm_head", "model.embed_tokens")]
-        if not mx.array_equal(head, embedding):
-            raise ValueError(f"{folder}: tie_word_embeddings is true, but {name} is not the embedding's")
-    if quantize not in (None, 4, 8) or not (dtype is None or dtype in (mx.bfloat16, mx.float16, mx.float32)):
-        raise ValueError(f"quantize is {quantize}, dtype {dtype}: 4, 8 and a type of float are supported")
-    if quantize and packing:
-        raise ValueError(f"{folder} is quantised already, to {packing['bits']} bits")
-    uneven = [name for name, shape in shapes.items() if quantize and len(shape) == 2 and shape[1] % 64]
-    if uneven:
-        raise ValueError(f"{folder}: {uneven[0]} can't be quantised: its rows are not groups of 64 numbers")
-    head = embedding = None                                     # they would be held in memory till the end
+    if tied and has_head:
+        head, _ = stored.pop("lm_head.weight"), packed.pop("lm_head.weight", None)
+        if not mx.array_equal(head, stored["model.embed_tokens.weight"]):
+            raise ValueError(f"{folder}: tie_word_embeddings is true, but lm_head.weight is another matrix")
     if dtype is None:
-        dtype = stored["model.norm.weight"].dtype if mx.default_device() == mx.gpu else mx.float32
-    needed = sum(math.prod(shape) for shape in shapes.values()) * dtype.size
-    if needed > os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"):
-        raise ValueError(f"{folder}: the weights take {needed / 1e9:.1f} GB, more memory than there is")
-    if quantize:
-        packing = {"group_size": 64, "bits": quantize}
-        for name in [name for name, w in stored.items() if w.ndim == 2]:
-            parts = [name.replace(".weight", part) for part in (".weight", ".scales", ".biases")]
-            stored.update(zip(parts, mx.quantize(stored[name], **packing)))
-    fill_weights(stored, dtype, packing)
+        dtype = stored["model.norm.weight"].dtype if on_gpu else mx.float32
+    if dtype not in (mx.bfloat16, mx.float16, mx.float32):
+        raise ValueError(f"dtype is {dtype}, which is not supported")
+    weights = {name: w.astype(dtype) for name, w in stored.items()}
+    for name, (w, *rest) in packed.items() if on_gpu else ():   # a CPU is slow with packed ones
+        weights[name] = (w, *[part.astype(dtype) for part in rest])
+    head = stored = packed = None                               # fill_weights lets go of what they held
+    fill_weights(folder, weights)
     if tied:
-        W.update({n.replace("model.embed_tokens", "lm_head"): w for n, w in W.items() if "embed" in n})
+        W["lm_head.weight"] = W["model.embed_tokens.weight"]
     globals().update(numbers, tok=tokenizer, EOS_IDS=eos, PACKING=packing)      # N_LAYERS = 28 and so on
 
 
@@ -314,9 +321,8 @@ def encode(prompt, max_tokens=0):
 def embed(token_ids):
     """The row of the embedding matrix for each of n token ids: (n,) -> (n, 1024)."""
     ids, w = mx.array(token_ids), W["model.embed_tokens.weight"]
-    if w.dtype == mx.uint32:                                    # quantised
-        scales, biases = W["model.embed_tokens.scales"], W["model.embed_tokens.biases"]
-        return mx.dequantize(w[ids], scales[ids], biases[ids], **PACKING)
+    if isinstance(w, tuple):                                    # packed
+        return mx.dequantize(*[part[ids] for part in w], **PACKING)
     return w[ids]
 
 
@@ -355,9 +361,8 @@ def linear(x, name):
     For a few rows, as in decode, OpenBLAS first copies the whole matrix, unless it comes in small pieces.
     """
     w = W[name]
-    if w.dtype == mx.uint32:                                    # quantised: unpacked while it is multiplied
-        scales, biases = (W[name.replace(".weight", part)] for part in (".scales", ".biases"))
-        return mx.quantized_matmul(x, w, scales, biases, **PACKING)
+    if isinstance(w, tuple):                                    # packed: it is unpacked as it is multiplied
+        return mx.quantized_matmul(x, *w, **PACKING)
     if len(x) > 8 or not STREAMS:
         return x @ w.T
     pieces = w.reshape(-1, math.gcd(len(w), 64), w.shape[1])    # (out / 64, 64, in)
@@ -437,7 +442,7 @@ def attend(q, k, v):
         weights = weights / mx.sum(weights, axis=-1, keepdims=True)             # softmax: a row adds up to 1
         return weights.astype(v.dtype) @ v
 
-    return in_parallel(heads, q.reshape(n_kv, -1, d_head), k, v).reshape(n_heads, n, d_head)
+    return in_parallel(heads, q.reshape(n_kv, -1, d_head), k, v).reshape(n_heads, n, -1)
 
 
 def attention(x, layer_idx, cache, positions):
@@ -497,22 +502,31 @@ def forward(token_ids, cache, start_pos, last_only=False):
     return linear(x, "lm_head.weight")
 
 
-def sample(logits, temperature=0.0, top_p=0.95):
-    """Choose a token id: logits (151936,) -> a 0-d array, not yet evaluated.
+def nucleus(logits, temperature, top_p):
+    """The tokens that may be drawn: ids, the most likely first, and their probabilities, (151936,) each.
 
-    Temperature 0 takes the most likely token ("greedy"). Else the token is drawn by softmax(logits /
-    temperature) from the nucleus: the fewest tokens whose probability reaches top_p. Holtzman et al. 2019.
+    The probabilities are softmax(logits / temperature), of which all but the nucleus is cut off: the fewest
+    tokens that together reach top_p. Holtzman et al. 2019.
     """
-    if temperature == 0:
-        return mx.argmax(logits)
     logits = logits.astype(mx.float32)
     temperature = max(temperature, 1e-30)                           # what float32 would take for 0 is not 0
     probs = mx.softmax((logits - mx.max(logits)) / temperature)     # minus the largest: none can overflow
-    order = mx.argsort(-probs)                                      # token ids, the most likely first
+    order = mx.argsort(-probs)
     probs = probs[order]
     if top_p < 1:
         likelier = mx.cumsum(probs, inclusive=False)            # the sum of all before it: 0 for the first
         probs = mx.where(likelier < top_p, probs, 0)
+    return order, probs / mx.sum(probs)
+
+
+def sample(logits, temperature=0.0, top_p=0.95):
+    """Choose a token id: logits (151936,) -> a 0-d array, not yet evaluated.
+
+    Temperature 0 takes the most likely token ("greedy"); else one of the nucleus is drawn, in proportion.
+    """
+    if temperature == 0:
+        return mx.argmax(logits)
+    order, probs = nucleus(logits, temperature, top_p)
     return order[mx.random.categorical(mx.log(probs))]
 
 
@@ -528,7 +542,7 @@ def prefill(ids, cache, start_pos=0):
         mx.eval(cache)
         mx.clear_cache()                                        # freed memory: these sizes won't recur
     if not mx.isfinite(logits).all():
-        bad = [name for name, w in W.items() if not mx.isfinite(w).all()]
+        bad = [name for name, w in W.items() if not mx.isfinite(w[1] if isinstance(w, tuple) else w).all()]
         raise ValueError(f"the logits are not finite; neither is {bad[0] if bad else 'a step on the way'}")
     return logits
 
@@ -685,6 +699,18 @@ def shapes_of(values):
     return " ".join(str(value.shape) for value in values if isinstance(value, mx.array))
 
 
+def trace(prompt):
+    """Print each call of a function in WATCHED in one decode step: weight or layer, shapes in, out, dtype."""
+    ids, cache = encode(prompt, 2), [None] * N_LAYERS
+    token = sample(prefill(ids, cache)[-1])
+    names = {id(w): name for name, w in W.items()}
+    for depth, name, args, result in watch(lambda: sample(forward(token[None], cache, len(ids))[-1])):
+        labels = [names.get(id(a), a) for a in args if id(a) in names or isinstance(a, str)]
+        labels += [f"layer {a}" for a in args if isinstance(a, int) and name != "forward"]
+        dtype = str((result if isinstance(result, mx.array) else result[0]).dtype).removeprefix("mlx.core.")
+        print(f"{'  ' * depth}{' '.join([name, *labels])}: {shapes_of(args)} -> {shapes_of(result)} {dtype}")
+
+
 def spell(token_id):
     """A token in quotes, so that a space before it shows; as bytes where these are not whole characters."""
     piece = tok.id_to_token(token_id) or ""
@@ -703,50 +729,59 @@ def show(title, rows):
         print(*[f"{block * round(16 * c):16} {c:.4f}" if isinstance(c, float) else f"{c:8}" for c in row])
 
 
-def explain(prompt):
-    """Print what happens to a prompt, step by step; of a long one, to the first 4 and the last 8 tokens.
-
-    ValueError as in encode, for the prompt and 8 tokens more, or if it has more tokens than 512: all that is
-    computed for it is kept.
-    """
-    ids, cache = encode(prompt, 8), [None] * N_LAYERS
-    n = len(ids)
-    shown = [i for i in range(n) if i < 4 or i >= n - 8]
-    if any(w.dtype == mx.uint32 for w in W.values()):
-        raise ValueError("--explain counts and shows plain weights, not quantised ones")
-    if n > 512:
-        raise ValueError(f"--explain is for prompts of up to 512 tokens; this one has {n}")
-    calls = watch(lambda: sample(forward(mx.array(ids), cache, 0)[-1]))
-    seen = {name: [call[2:] for call in calls if call[1] == name] for name in WATCHED}
-    show(f"Step 1: encode makes {n} tokens of {len(prompt)} characters: position, id, text or bytes",
-         [(i, ids[i], spell(ids[i])) for i in shown])
-
+def show_costs(seen, n, speed):
+    """Print what one token after n others costs, step by step and in all; speed in tokens/s."""
     kv_bytes = sum(k.nbytes + v.nbytes for (_, k, v), _ in seen["attend"]) // n
     parts = {name: (w.size * (w.ndim - 1), w.nbytes) for name, w in W.items()}      # of matrices: no norm's
     parts["model.embed_tokens.weight"] = (0, W["model.embed_tokens.weight"][0].nbytes)      # a row is read
     parts["layers: self_attn, cache"] = (2 * N_LAYERS * N_HEADS * D_HEAD * (n + 1), kv_bytes * (n + 1))
-
-    def cost(pattern):
-        return [sum(column) for column in zip(*[parts[name] for name in parts if re.search(pattern, name)])]
-
-    adds, read = cost("")
+    costs = {step: [sum(c) for c in zip((0, 0), *[parts[name] for name in parts if re.search(regex, name)])]
+             for step, regex in STEPS.items()}
+    (adds, read), (cache_adds, _) = costs["9 forward"], parts["layers: self_attn, cache"]
     show("Steps 2 to 9: shapes in and out; shares of a decoded token's multiply-adds and of bytes read",
-         [(f"{step:19} {shapes_of(args[:2]):29} {shapes_of(result):28}",
-           *[f"{part / whole:>8.2%}" for part, whole in zip(cost(pattern), (adds, read))])
-          for step, pattern in STEPS.items() for args, result in seen[step[2:]][-1:]])
+         [(f"{step:19} {shapes_of(args[:2]):29} {shapes_of(result):28} {a / adds:8.2%} {b / read:8.2%}",)
+          for step, (a, b) in costs.items() for args, result in seen[step[2:]][-1:]])
+    stored = {id(w): w for w in W.values()}.values()            # tied: one array under two names
+    show("What a token costs", [
+        (f"{sum(w.size for w in stored):,} parameters, {sum(w.nbytes for w in stored):,} bytes of weights",),
+        (f"{kv_bytes:,} bytes of KV cache; {kv_bytes * N_HEADS // N_KV:,} with one KV head a query head",),
+        (f"{adds - cache_adds:,} multiply-adds with weights, {cache_adds:,} with the cache",),
+        (f"{read:,} bytes read: {speed:.1f} tokens/s ask for {read * speed / 1e9:.2f} GB/s",)])
 
+
+def explain(prompt):
+    """Print what happens to a prompt, step by step; of a long one, to the first 4 and the last 8 tokens.
+
+    ValueError as in encode, for the prompt and 8 tokens more; if it has over 512 tokens, since all that is
+    computed for it is kept; or if weights are packed, which show_costs can't count.
+    """
+    ids, cache = encode(prompt, 8), [None] * N_LAYERS
+    n = len(ids)
+    if n > 512 or any(isinstance(w, tuple) for w in W.values()):
+        raise ValueError(f"--explain is for up to 512 tokens (here {n}), and for weights that are not packed")
+    calls = watch(lambda: sample(forward(mx.array(ids), cache, 0)[-1]))
+    seen = {name: [call[2:] for call in calls if call[1] == name] for name in WATCHED}
+    text, by_cache, times = list(ids), [seen["forward"][0][1][-1]], []
+    for pos in range(n, n + 8):
+        text.append(sample(by_cache[-1]).item())
+        times.append(time.perf_counter())
+        by_cache.append(forward(text[-1:], cache, pos)[-1])
+
+    shown = [i for i in range(n) if i < 4 or i >= n - 8]
+    show("Step 1: each token's position, id, and text or bytes", [(i, ids[i], spell(ids[i])) for i in shown])
+    show_costs(seen, n, 6 / (times[7] - times[1]))              # the first step may still prepare kernels
+
+    turns = [180 / math.pi * THETA ** (-2 * pair / D_HEAD) for pair in (0, D_HEAD // 4, D_HEAD // 2 - 1)]
     q, k = (mx.repeat(x[:1, -1:].astype(mx.float32), n + 101, axis=1) for x in seen["apply_rope"][-1][0][:2])
     q, k = apply_rope(q, k, mx.arange(n + 101))                 # one query and one key, at every position
-    near, far = (mx.sum(q[:, apart:] * k[:, :-apart], axis=-1)[0].tolist() for apart in (1, 4))
-    angles = [180 / math.pi * THETA ** (-2 * pair / D_HEAD) for pair in (0, D_HEAD // 4, D_HEAD // 2 - 1)]
+    near, far = (mx.sum(q[0, apart:] * k[0, :-apart], axis=-1).tolist() for apart in (1, 4))
     show("Step 4: degrees RoPE turns first, middle, last pair; a key times a query 1 and 4 further on",
-         [(i, *[f"{i * angle:12.6g}" for angle in angles], f"{near[i]:12.3f} {far[i]:12.3f}")
-          for i in [*shown, n + 96]])
+         [(i, *[f"{i * d:12.6g}" for d in turns], f"{near[i]:9.3f} {far[i]:9.3f}") for i in [*shown, n + 96]])
 
     for layer in sorted({0, N_LAYERS // 2, N_LAYERS - 1}):
         (q, k, _), _ = seen["attend"][layer]
-        scores = mx.sum(q[:, -1:].astype(mx.float32) * mx.repeat(k, N_HEADS // N_KV, axis=0), axis=-1)
-        weights = mx.softmax(scores * D_HEAD ** -0.5, axis=-1)      # (16, n)
+        # value i is 1 in place i and 0 elsewhere, so what comes out are the weights: (16, n)
+        weights = attend(q[:, -1:], k, mx.stack([mx.eye(n)] * N_KV))[:, 0]
         head = mx.argmax(mx.max(weights, axis=-1)).item()
         show(f"Step 5: where the last token looks in layer {layer}: head {head}, the most focused; average",
              [(i, weights[head, i].item(), mx.mean(weights[:, i]).item(), spell(ids[i])) for i in shown])
@@ -756,42 +791,14 @@ def explain(prompt):
     show("Step 7: the most likely next token, if the head came right after this block",
          [(i, mx.max(mx.softmax(row)).item(), spell(mx.argmax(row).item())) for i, row in enumerate(lens)])
 
-    logits = seen["sample"][0][0][0].astype(mx.float32)
-    order = mx.argsort(-logits)
-    probs, cool = (mx.softmax(logits / temperature)[order] for temperature in (1, 0.7))
-    kept = mx.where(mx.cumsum(cool, inclusive=False) < 0.95, cool, 0)
+    (order, probs), (_, kept) = nucleus(by_cache[0], 1, 1), nucleus(by_cache[0], 0.7, 0.95)
     show(f"Step 8: the likeliest next tokens; temperature 0.7 and top-p 0.95 leave {mx.sum(kept > 0).item()}",
-         [(order[i].item(), probs[i].item(), (kept[i] / mx.sum(kept)).item(), spell(order[i].item()))
-          for i in range(5)])
+         [(order[i].item(), probs[i].item(), kept[i].item(), spell(order[i].item())) for i in range(5)])
 
-    text, by_cache, times = list(ids), [logits], []
-    for pos in range(n, n + 8):
-        text.append(sample(by_cache[-1]).item())
-        times.append(time.perf_counter())
-        by_cache.append(forward(text[-1:], cache, pos)[-1])
-    speed = 6 / (times[7] - times[1])                           # the first step may still prepare kernels
-    stored = {id(w): w for w in W.values()}.values()            # tied: one array under two names
-    show("What a token costs", [
-        (f"{sum(w.size for w in stored):,} parameters, {sum(w.nbytes for w in stored):,} bytes of weights",),
-        (f"{kv_bytes:,} bytes of KV cache; {kv_bytes * N_HEADS // N_KV:,} with one KV head a query head",),
-        (f"{cost('weight')[0]:,} multiply-adds with weights, {adds - cost('weight')[0]:,} with the cache",),
-        (f"{read:,} bytes read: {speed:.1f} tokens/s ask for {read * speed / 1e9:.2f} GB/s",)])
     again = forward(text[:-1], [None] * N_LAYERS, 0)[-8:]       # at once, with nothing cached
     show("Step 9: the next 8 tokens: by cached decode, recomputed, the largest difference of their logits",
          [(token, mx.argmax(new).item(), f"{mx.max(mx.abs(old - new)).item():10.2e}", spell(token))
           for token, old, new in zip(text[n:], by_cache, again)])
-
-
-def trace(prompt):
-    """Print each call of a function in WATCHED in one decode step: weight or layer, shapes in, out, dtype."""
-    ids, cache = encode(prompt, 2), [None] * N_LAYERS
-    token = sample(prefill(ids, cache)[-1])
-    names = {id(w): name for name, w in W.items()}
-    for depth, name, args, result in watch(lambda: sample(forward(token[None], cache, len(ids))[-1])):
-        labels = [names.get(id(a), a) for a in args if id(a) in names or isinstance(a, str)]
-        labels += [f"layer {a}" for a in args if isinstance(a, int) and name != "forward"]
-        dtype = str((result if isinstance(result, mx.array) else result[0]).dtype).removeprefix("mlx.core.")
-        print(f"{'  ' * depth}{' '.join([name, *labels])}: {shapes_of(args)} -> {shapes_of(result)} {dtype}")
 
 
 # ==== The command line: find a model, run it, say how fast it was ===========================================

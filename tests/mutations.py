@@ -49,7 +49,7 @@ MUTATIONS = {
     "no mask": ("attend", "if n > 1", "if False"),
     "mask that ignores the cache": ("attend", "mx.arange(total - n, total)[:, None]", "mx.arange(n)[:, None]"),
     "heads tiled (0, 2, 4 ..) instead of grouped (0, 1, 2 ..)": (
-        "attend", "in_parallel(heads, q.reshape(n_kv, -1, d_head), k, v).reshape(n_heads, n, d_head)",
+        "attend", "in_parallel(heads, q.reshape(n_kv, -1, d_head), k, v).reshape(n_heads, n, -1)",
         "in_parallel(heads, q.reshape(-1, n_kv, n, d_head).swapaxes(0, 1).reshape(n_kv, -1, d_head), k, v)"
         ".reshape(n_kv, -1, n, d_head).swapaxes(0, 1).reshape(n_heads, n, d_head)"),
     "all query heads use the first key/value head": ("attend", "(q @ k.", "(q @ mx.repeat(k[:1], n_kv, axis=0)."),
@@ -98,12 +98,12 @@ MUTATIONS = {
     "decode passes the wrong position": ("stream", "cache, pos)", "cache, pos + 1)"),
     "prefill's second piece at position 0": ("prefill", "start_pos + i", "start_pos"),
     "only the first end token ends the text": ("stream", "in EOS_IDS", "== min(EOS_IDS)"),
-    "top-p keeps one token too few": ("sample", "likelier < top_p", "likelier + probs < top_p"),
-    "top-p keeps one token too many": ("sample", "likelier < top_p", "likelier - mx.pad(probs[:-1], (1, 0)) < top_p"),
-    "top-p cuts before sorting": ("sample", "probs = probs[order]", "pass"),
+    "top-p keeps one token too few": ("nucleus", "likelier < top_p", "likelier + probs < top_p"),
+    "top-p keeps one token too many": ("nucleus", "likelier < top_p", "likelier - mx.pad(probs[:-1], (1, 0)) < top_p"),
+    "top-p cuts before sorting": ("nucleus", "probs = probs[order]", "pass"),
     "temperature after the softmax": (
-        "sample", "mx.softmax((logits - mx.max(logits)) / temperature)", "mx.softmax(logits) / temperature"),
-    "temperature multiplies": ("sample", "/ temperature)", "* temperature)"),
+        "nucleus", "mx.softmax((logits - mx.max(logits)) / temperature)", "mx.softmax(logits) / temperature"),
+    "temperature multiplies": ("nucleus", "/ temperature)", "* temperature)"),
     "the place in the sorted order returned as the token": (
         "sample", "order[mx.random.categorical(mx.log(probs))]", "mx.random.categorical(mx.log(probs))"),
     "greedy takes the least likely token": ("sample", "mx.argmax(logits)", "mx.argmin(logits)"),

@@ -165,7 +165,7 @@ def test_a_head_of_its_own_needs_no_word_in_config_json(tmp_path, folder_of):
 def test_rows_of_96_are_refused_by_name(tmp_path, tiny):
     before = dict(llm.W)
     folder = make_checkpoint(tmp_path / "m", "tied", hidden_size=96, intermediate_size=64)
-    with pytest.raises(ValueError, match=r"embed_tokens\.weight can't be quantised"):
+    with pytest.raises(ValueError, match=r"embed_tokens\.weight: .*64"):
         llm.load_model(folder, quantize=4)
     assert llm.W == before
 
@@ -197,7 +197,7 @@ def test_a_quantised_head_stored_beside_a_tied_embedding_must_be_the_same(tmp_pa
         llm.load_model(folder)
         assert set(llm.W) == {*stored, "lm_head.weight"}
     else:
-        with pytest.raises(ValueError, match=r"lm_head\.scales is not the embedding"):
+        with pytest.raises(ValueError, match=r"lm_head\.weight"):
             llm.load_model(folder)
 
 

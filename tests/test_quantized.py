@@ -93,9 +93,9 @@ def test_packed_weights_compute_the_same_and_are_mlx_lm_s_bit_for_bit(tmp_path, 
     else:
         packed(source, mx.float32, quantize=4)
     for name in [name.removesuffix(".scales") for name in WEIGHTS if name.endswith(".scales")]:
-        for part in ("weight", "scales", "biases"):
-            assert mx.array_equal(llm.W[f"{name}.{part}"], WEIGHTS[f"{name}.{part}"])
-    assert llm.W["lm_head.scales"] is llm.W["model.embed_tokens.scales"]
+        for found, part in zip(llm.W[f"{name}.weight"], ("weight", "scales", "biases"), strict=True):
+            assert mx.array_equal(found, WEIGHTS[f"{name}.{part}"])
+    assert llm.W["lm_head.weight"] is llm.W["model.embed_tokens.weight"]
     assert differ_by(logits(), GOLDEN["mlx_lm.4"]) < 1e-4
     assert greedy() == GOLDEN["greedy.4"].tolist()                  # one row at a time too
 
@@ -122,6 +122,20 @@ def test_other_bits_and_groups_need_no_mode(tmp_path, source, packing):
     llm.load_model(tmp_path / "packed")
     found = logits()
     llm.load_model(tmp_path / "plain")
+    assert differ_by(found, logits()) < 1e-5
+
+
+@pytest.mark.parametrize("where", ["CPU", "GPU"])
+def test_a_matrix_may_be_left_plain_among_quantised_ones(tmp_path, packed, where):
+    """As mlx_lm.convert leaves it where a row makes no groups."""
+    load = llm.load_model if where == "CPU" else packed
+    load(write(tmp_path / "all"), mx.float32)
+    found = logits()
+    parts = [WEIGHTS[f"{PROJECTION}.{part}"] for part in ("weight", "scales", "biases")]
+    plain = mx.dequantize(parts[0], *[part.astype(mx.float32) for part in parts[1:]], group_size=64, bits=4)
+    changes = {f"{PROJECTION}.weight": plain, f"{PROJECTION}.scales": None, f"{PROJECTION}.biases": None}
+    load(write(tmp_path / "some", **changes), mx.float32)
+    assert isinstance(llm.W[f"{PROJECTION}.weight"], mx.array)
     assert differ_by(found, logits()) < 1e-5
 
 
