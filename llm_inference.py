@@ -268,13 +268,11 @@ def load_model(folder, dtype=None, quantize=None):
     stored = read_weights(folder)
     if numbers["N_LAYERS"] > len(stored):
         raise ValueError(f"{folder}: num_hidden_layers is {numbers['N_LAYERS']} with {len(stored)} tensors")
-    packing = config.get("quantization") or config.get("quantization_config")
-    if packing and quantize:
-        raise ValueError(f"{folder} is quantised already, to {packing['bits']} bits")
-    if packing:
-        packing = QUANTIZED[QUANTIZED.index(packing)]           # with 4 where JSON may say 4.0
-    elif quantize:
-        packing = {"group_size": 64, "bits": quantize}
+    packing = {"group_size": 64, "bits": quantize} if quantize else None
+    if as_stored := config.get("quantization") or config.get("quantization_config"):
+        if quantize:
+            raise ValueError(f"{folder} is quantised already, to {as_stored['bits']} bits")
+        packing = QUANTIZED[QUANTIZED.index(as_stored)]         # with 4 where JSON may say 4.0
     packed = unpack(folder, stored, packing, quantize)
     has_head = "lm_head.weight" in stored
     tied = not has_head if config.get("tie_word_embeddings") is None else config["tie_word_embeddings"]

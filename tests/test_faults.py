@@ -456,6 +456,14 @@ def test_arguments_that_are_not_known_or_not_whole_are_one_line(refused_line):
     assert one_line(start("--model="))
 
 
+@pytest.mark.parametrize("package, words", [("mlx", "mlx.core"), ("tokenizers", "tokenizers")])
+def test_a_package_that_is_missing_is_one_line_that_says_what_to_install(tmp_path, package, words):
+    """As on Linux after a mere `pip install mlx`, which brings no part that computes."""
+    (tmp_path / package).mkdir()
+    (tmp_path / package / "__init__.py").write_text("")
+    assert one_line(start("--help", env=os.environ | {"PYTHONPATH": str(tmp_path)}), words, 'pip install "mlx[cpu]"')
+
+
 def test_a_folder_that_can_t_be_loaded_is_one_line(folder):
     assert one_line(start("--model", "not there"), "not there")
     assert one_line(start("--model", folder / "config.json"), "config.json")    # a file
