@@ -11,8 +11,9 @@
 
 Read it from top to bottom: loading the weights (a first reading may skip that), Steps 1 to 9, what goes
 beyond them (kernels, chat, a look inside), the command line. A function stands below all it needs. Shapes
-are written (rows, columns); n is the number of new tokens; the numbers in comments are Qwen3-0.6B's. MLX is
-lazy: an expression notes what is to be computed, and the work is done when a value is asked for.
+are written (rows, columns), and (16, n, 128) is 16 such matrices; n is the number of new tokens; the numbers
+in comments are Qwen3-0.6B's. MLX is lazy: an expression notes what is to be computed, and the work is done
+when a value is asked for.
 """
 import argparse
 import contextlib
@@ -324,8 +325,8 @@ def embed(token_ids):
     return w[ids]
 
 
-# ==== Tools for Steps 5 and 6: a product with a weight matrix, e^x, and all cores of a CPU ==================
-STREAMS = []                                                    # on a CPU, one for each of up to 8 cores
+# ==== Tools for Steps 5, 6 and 8: a product with a weight matrix, e^x, and all cores of a CPU ===============
+STREAMS = []                    # on a CPU MLX's queues of work, one for each of up to 8 cores
 if mx.default_device() == mx.cpu:
     STREAMS = [mx.new_stream(mx.cpu) for _ in range(1, min(os.cpu_count() or 1, 8))]
     STREAMS.insert(0, mx.default_stream(mx.cpu))
@@ -405,9 +406,9 @@ def apply_rope(q, k, positions):
 def extend_cache(cache, layer_idx, k, v):
     """Add the keys and values of n new tokens, (8, n, 128); return those of all tokens, (8, total, 128).
 
-    A layer's entry is (keys, values, length); the arrays have room for 256 tokens at a time. Writing into
-    that room costs the same for every token, where concatenating would copy all that came before it. (MLX
-    writes in place where nobody else holds the array, and copies where somebody does.)
+    A layer's entry is (keys, values, length); the arrays grow by room for 256 tokens. Writing into that room
+    costs the same for every token, where concatenating would copy all that came before it. (MLX writes in
+    place where nobody else holds the array, and copies where somebody does.)
     """
     n_kv, n, d_head = k.shape
     keys, values, length = cache[layer_idx] or (k[:, :0], v[:, :0], 0)
@@ -501,13 +502,13 @@ def forward(token_ids, cache, start_pos, last_only=False):
 
 
 def nucleus(logits, temperature, top_p):
-    """The tokens that may be drawn: ids, the most likely first, and their probabilities, (151936,) each.
+    """All token ids, the most likely first, and the probability to draw each: (151936,) both.
 
-    The probabilities are softmax(logits / temperature), of which all but the nucleus is cut off: the fewest
-    tokens that together reach top_p. Holtzman et al. 2019.
+    It is 0 outside the nucleus, the fewest tokens whose softmax(logits / temperature) adds up to top_p, and
+    in proportion to that inside. Holtzman et al. 2019.
     """
     logits = logits.astype(mx.float32)
-    temperature = max(temperature, 1e-30)                           # what float32 would take for 0 is not 0
+    temperature, top_p = max(temperature, 1e-30), max(top_p, 1e-30)     # float32 makes 0 of smaller ones
     probs = mx.softmax((logits - mx.max(logits)) / temperature)     # minus the largest: none can overflow
     order = mx.argsort(-probs)
     probs = probs[order]
@@ -538,7 +539,7 @@ def prefill(ids, cache, start_pos=0):
     for i in tqdm(range(0, len(ids), 256), desc="prefill", delay=1, leave=False, disable=None):
         logits = forward(ids[i:i + 256], cache, start_pos + i, last_only=True)
         mx.eval(cache)
-        mx.clear_cache()                                        # freed memory: these sizes won't recur
+        mx.clear_cache()                                        # MLX's own, of memory that was freed
     if not mx.isfinite(logits).all():
         bad = [name for name, w in W.items() if not mx.isfinite(w[1] if isinstance(w, tuple) else w).all()]
         raise ValueError(f"the logits are not finite; neither is {bad[0] if bad else 'a step on the way'}")
@@ -549,7 +550,7 @@ def stream(ids, cache, start_pos=0, max_tokens=100, temperature=0.0, top_p=0.95)
     """Yield the text of each token that the model adds to ids, which follow start_pos tokens in the cache.
 
     The text is "" where a token ends inside a character. Ends after max_tokens, or at an end token, which is
-    not shown. A step is queued before the token of the one before it is read: a GPU need not wait for Python.
+    not shown. On a GPU the next step is queued before a token is read, so that it need not wait for Python.
     """
     text = DecodeStream(ids, skip_special_tokens=True)          # holds a character back until it is whole
     upcoming = sample(prefill(ids, cache, start_pos)[-1], temperature, top_p)
@@ -578,7 +579,7 @@ def fused_rms_norm(x, w):
 
 
 def fused_apply_rope(q, k, positions):
-    """apply_rope as two kernels, for positions in a row. MLX wants four dimensions, so a batch of one."""
+    """apply_rope as two kernels, for positions in a row. A batch of one: MLX has lost heads without it."""
     options = {"traditional": False, "base": THETA, "scale": 1.0, "offset": positions[0]}
     return tuple(mx.fast.rope(x[None], D_HEAD, **options)[0] for x in (q, k))
 
@@ -667,9 +668,9 @@ def chat(questions, system=None, think=False, max_tokens=1000, temperature=0.0, 
 
 # ==== Beyond the article: see inside, with --explain and --trace ============================================
 # A step's function, and a regex for the names of what it reads for a token: "" matches all of W, "-" nothing
-STEPS = {"2 embed": "embed", "3 rms_norm": "layernorm", "4 apply_rope": "-", "5 attention": "self_attn",
-         "6 ffn": "mlp", "7 transformer_block": "layers", "8 linear": "model.norm|lm_head", "8 sample": "-",
-         "9 forward": ""}
+STEPS = {"2 embed": "embed", "3 rms_norm": "norm", "4 apply_rope": "-", "5 attention": "self_attn",
+         "6 ffn": "mlp", "7 transformer_block": "layers", "8 linear": "lm_head", "8 forward": "",
+         "8 sample": "-"}
 WATCHED = [step[2:] for step in STEPS] + ["extend_cache", "attend"]
 
 
@@ -716,6 +717,7 @@ def spell(token_id):
     if "\ufffd" in text and "\ufffd" not in piece:
         rest = sorted(set(range(256)) - set(map(ord, ByteLevel.alphabet())))    # written as chr(256) and on
         text = bytes(ord(c) if ord(c) < 256 else rest[ord(c) - 256] for c in piece)
+        text = bytes.fromhex(piece[3:5]) if piece.startswith("<0x") else text       # as "<0xE6>" in Llama 2
     return repr(text)[:20]
 
 
@@ -728,27 +730,31 @@ def show(title, rows):
 
 
 def show_costs(seen, n, speed):
-    """Print what one token after n others costs, step by step and in all; speed in tokens/s."""
+    """Print what one token after n others costs, step by step and in all; speed in tokens/s.
+
+    seen: {function: [(arguments, result) of each call]}. A product with a matrix takes as many multiply-adds
+    as that has numbers. A step's share includes the steps that it calls.
+    """
     kv_bytes = sum(k.nbytes + v.nbytes for (_, k, v), _ in seen["attend"]) // n
-    parts = {name: (w.size * (w.ndim - 1), w.nbytes) for name, w in W.items()}      # of matrices: no norm's
+    parts = {name: (w.size * (w.ndim - 1), w.nbytes) for name, w in W.items()}      # none for a norm's vector
     parts["model.embed_tokens.weight"] = (0, W["model.embed_tokens.weight"][0].nbytes)      # a row is read
     parts["layers: self_attn, cache"] = (2 * N_LAYERS * N_HEADS * D_HEAD * (n + 1), kv_bytes * (n + 1))
     costs = {step: [sum(c) for c in zip((0, 0), *[parts[name] for name in parts if re.search(regex, name)])]
              for step, regex in STEPS.items()}
-    (adds, read), (cache_adds, _) = costs["9 forward"], parts["layers: self_attn, cache"]
-    show("Steps 2 to 9: shapes in and out; shares of a decoded token's multiply-adds and of bytes read",
+    (adds, read), (cache_adds, _) = costs["8 forward"], parts["layers: self_attn, cache"]
+    show("Steps 2 to 8: shapes in and out; share of the next token's multiply-adds and of bytes it reads",
          [(f"{step:19} {shapes_of(args[:2]):29} {shapes_of(result):28} {a / adds:8.2%} {b / read:8.2%}",)
           for step, (a, b) in costs.items() for args, result in seen[step[2:]][-1:]])
     stored = {id(w): w for w in W.values()}.values()            # tied: one array under two names
-    show("What a token costs", [
+    show("What the next token costs", [
         (f"{sum(w.size for w in stored):,} parameters, {sum(w.nbytes for w in stored):,} bytes of weights",),
-        (f"{kv_bytes:,} bytes of KV cache; {kv_bytes * N_HEADS // N_KV:,} with one KV head a query head",),
+        (f"{kv_bytes:,} bytes of KV cache; {kv_bytes * N_HEADS // N_KV:,} if each query head had its own",),
         (f"{adds - cache_adds:,} multiply-adds with weights, {cache_adds:,} with the cache",),
         (f"{read:,} bytes read: {speed:.1f} tokens/s ask for {read * speed / 1e9:.2f} GB/s",)])
 
 
 def explain(prompt):
-    """Print what happens to a prompt, step by step; of a long one, to the first 4 and the last 8 tokens.
+    """Print what happens to a prompt, step by step.
 
     ValueError as in encode, for the prompt and 8 tokens more; if it has over 512 tokens, since all that is
     computed for it is kept; or if weights are packed, which show_costs can't count.
@@ -759,44 +765,43 @@ def explain(prompt):
         raise ValueError(f"--explain is for up to 512 tokens (here {n}), and for weights that are not packed")
     calls = watch(lambda: sample(forward(mx.array(ids), cache, 0)[-1]))
     seen = {name: [call[2:] for call in calls if call[1] == name] for name in WATCHED}
-    text, by_cache, times = list(ids), [seen["forward"][0][1][-1]], []
+    longer, by_cache, times = list(ids), [seen["forward"][0][1][-1]], []
     for pos in range(n, n + 8):
-        text.append(sample(by_cache[-1]).item())
+        longer.append(sample(by_cache[-1]).item())
         times.append(time.perf_counter())
-        by_cache.append(forward(text[-1:], cache, pos)[-1])
+        by_cache.append(forward(longer[-1:], cache, pos)[-1])
 
-    shown = [i for i in range(n) if i < 4 or i >= n - 8]
-    show("Step 1: each token's position, id, and text or bytes", [(i, ids[i], spell(ids[i])) for i in shown])
+    show("Step 1: position; id; text or bytes", [(i, token, spell(token)) for i, token in enumerate(ids)])
     show_costs(seen, n, 6 / (times[7] - times[1]))              # the first step may still prepare kernels
 
-    turns = [180 / math.pi * THETA ** (-2 * pair / D_HEAD) for pair in (0, D_HEAD // 4, D_HEAD // 2 - 1)]
+    turn = [180 / math.pi * THETA ** (-2 * pair / D_HEAD) for pair in (0, D_HEAD // 4, D_HEAD // 2 - 1)]
     q, k = (mx.repeat(x[:1, -1:].astype(mx.float32), n + 101, axis=1) for x in seen["apply_rope"][-1][0][:2])
     q, k = apply_rope(q, k, mx.arange(n + 101))                 # one query and one key, at every position
-    near, far = (mx.sum(q[0, apart:] * k[0, :-apart], axis=-1).tolist() for apart in (1, 4))
-    show("Step 4: degrees RoPE turns first, middle, last pair; a key times a query 1 and 4 further on",
-         [(i, *[f"{i * d:12.6g}" for d in turns], f"{near[i]:9.3f} {far[i]:9.3f}") for i in [*shown, n + 96]])
+    qk1, qk4 = (mx.sum(q[0, apart:] * k[0, :-apart], axis=-1).tolist() for apart in (1, 4))
+    show("Step 4: position; degrees the first, middle, last pair turn; q @ k 1 apart, 4 apart: ever the same",
+         [(i, *[f"{i * t:12.6g}" for t in turn], f" {qk1[i]:.3f} {qk4[i]:.3f}") for i in [*range(n), n + 96]])
 
     for layer in sorted({0, N_LAYERS // 2, N_LAYERS - 1}):
         (q, k, _), _ = seen["attend"][layer]
         # value i is 1 in place i and 0 elsewhere, so what comes out are the weights: (16, n)
         weights = attend(q[:, -1:], k, mx.stack([mx.eye(n)] * N_KV))[:, 0]
-        head = mx.argmax(mx.max(weights, axis=-1)).item()
-        show(f"Step 5: where the last token looks in layer {layer}: head {head}, the most focused; average",
-             [(i, weights[head, i].item(), mx.mean(weights[:, i]).item(), spell(ids[i])) for i in shown])
+        head = mx.argmax(mx.max(weights, axis=-1)).item()       # the most focused
+        show(f"Step 5: position; where the last token looks in layer {layer}: head {head}; mean of all heads",
+             [(i, weights[head, i].item(), mx.mean(weights[:, i]).item(), spell(ids[i])) for i in range(n)])
 
     x = mx.concatenate([x[-1:] for _, x in seen["transformer_block"]])      # (28, 1024)
     lens = linear(rms_norm(x, W["model.norm.weight"]), "lm_head.weight").astype(mx.float32)     # (28, 151936)
-    show("Step 7: the most likely next token, if the head came right after this block",
+    show("Step 7: block; the most likely next token, if the final norm and the head came right after it",
          [(i, mx.max(mx.softmax(row)).item(), spell(mx.argmax(row).item())) for i, row in enumerate(lens)])
 
     (order, probs), (_, kept) = nucleus(by_cache[0], 1, 1), nucleus(by_cache[0], 0.7, 0.95)
-    show(f"Step 8: the likeliest next tokens; temperature 0.7 and top-p 0.95 leave {mx.sum(kept > 0).item()}",
+    show(f"Step 8: id; probability; at temperature 0.7 and top-p 0.95, which keep {mx.sum(kept > 0).item()}",
          [(order[i].item(), probs[i].item(), kept[i].item(), spell(order[i].item())) for i in range(5)])
 
-    again = forward(text[:-1], [None] * N_LAYERS, 0)[-8:]       # at once, with nothing cached
-    show("Step 9: the next 8 tokens: by cached decode, recomputed, the largest difference of their logits",
+    again = forward(longer[:-1], [None] * N_LAYERS, 0)[-8:]     # at once, with nothing cached
+    show("Step 9: the next 8 tokens: id by cached decode; recomputed; largest difference of the logits",
          [(token, mx.argmax(new).item(), f"{mx.max(mx.abs(old - new)).item():10.2e}", spell(token))
-          for token, old, new in zip(text[n:], by_cache, again)])
+          for token, old, new in zip(longer[n:], by_cache, again)])
 
 
 # ==== The command line: find a model, run it, say how fast it was ===========================================

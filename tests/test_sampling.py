@@ -40,6 +40,20 @@ def test_the_nucleus_is_the_smallest_set_that_reaches_top_p(top_p, nucleus):
     assert chi_square(ids, [PROBS[i] / mass if i in nucleus else 0 for i in range(5)]) < 18.5
 
 
+@pytest.mark.parametrize("top_p", [1e-30, 1e-50, 5e-324])
+def test_a_top_p_that_float32_cannot_hold_leaves_the_likeliest(top_p):
+    order, probs = llm.nucleus(LOGITS, 1, top_p)
+    assert (order.tolist(), probs.tolist()) == ([1, 4, 3, 2, 0], [1, 0, 0, 0, 0])
+
+
+def test_the_nucleus_is_given_with_probabilities_that_add_up_to_one():
+    """As softmax(logits / temperature), cut and then raised in proportion."""
+    order, probs = llm.nucleus(LOGITS, 0.5, 0.9)
+    squares = [p * p for p in (0.4, 0.25, 0.2)]         # 0.275 in all, of which the first two have 81%
+    assert order.tolist() == [1, 4, 3, 2, 0]
+    assert probs.tolist() == pytest.approx([p / sum(squares) for p in squares] + [0, 0], abs=1e-6)
+
+
 def test_temperature_acts_before_the_nucleus_is_cut():
     """At temperature 0.5 the likeliest token has 0.16 / 0.275 = 58%, so top_p = 0.5 leaves only that one."""
     assert set(draw(LOGITS, 300, temperature=0.5, top_p=0.5)) == {1}
