@@ -41,6 +41,12 @@ def test_a_command_prints_what_is_shown(command, shown):
     assert without_times(done.stdout + done.stderr) == without_times(shown)
 
 
+def test_the_lines_of_python_run(capsys, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    exec(re.sub("^    ", "", re.search(r"(    import llm_inference.*\n(    .*\n)+)", README)[0], flags=re.M), {})
+    assert capsys.readouterr().out.startswith("The capital of Japan is Tokyo.")
+
+
 def test_the_nine_steps_name_their_functions_in_the_order_of_the_file():
     rows = re.findall(r"^\| (\d) \| (.*?) \| (.*?) \|$", README, re.M)
     assert [int(step) for step, _, _ in rows] == list(range(1, 10))
