@@ -63,9 +63,7 @@ HAS_OPENBLAS = sys.platform == "linux" and load_openblas()      # before MLX is 
 
 try:
     import mlx.core as mx
-    from tokenizers import Tokenizer
-    from tokenizers.decoders import DecodeStream
-    from tokenizers.pre_tokenizers import ByteLevel
+    from tokenizers import Tokenizer, decoders, pre_tokenizers
     from tqdm import tqdm                                       # tokenizers brings it
 except ImportError as error:                                    # on Linux also an MLX without its CPU part
     sys.exit(f'llm_inference.py: {error}: pip install "mlx[cpu]" tokenizers')
@@ -74,43 +72,42 @@ except ImportError as error:                                    # on Linux also 
 W: dict[str, mx.array] = {}     # every weight under its Hugging Face name; if packed, (w, scales, biases)
 tok: Tokenizer                  # text <-> token ids
 EOS_IDS: set[int]               # the tokens that end a text: 151645 and 151643
-PACKING: dict                   # how a quantised matrix is packed: bits and group_size
-N_LAYERS: int                   # transformer blocks: 28
-D_MODEL: int                    # numbers that describe one token: 1024
-D_FF: int                       # numbers inside the feed-forward layer: 3072
-N_HEADS: int                    # query heads: 16
-N_KV: int                       # key/value heads, shared by the query heads: 8
-D_HEAD: int                     # numbers in a head: 128
-VOCAB: int                      # rows of the embedding: 151936
-MAX_POSITIONS: int              # the longest text, in tokens: 40960
-EPS: float                      # keeps RMSNorm from dividing by zero: 1e-06
-THETA: float                    # the base of RoPE's angles: 1000000
+PACKING: dict | None            # how quantised matrices are packed: their bits and group_size
+NUMBERS = {                     # more global variables, each with its field in config.json
+    "N_LAYERS": "num_hidden_layers",                # transformer blocks: 28
+    "D_MODEL": "hidden_size",                       # numbers that describe one token: 1024
+    "D_FF": "intermediate_size",                    # numbers inside the feed-forward layer: 3072
+    "N_HEADS": "num_attention_heads",               # query heads: 16
+    "N_KV": "num_key_value_heads",                  # key/value heads, shared by the query heads: 8
+    "D_HEAD": "head_dim",                           # numbers in a head: 128
+    "VOCAB": "vocab_size",                          # rows of the embedding: 151936
+    "MAX_POSITIONS": "max_position_embeddings",     # the longest text, in tokens: 40960
+    "EPS": "rms_norm_eps",                          # keeps RMSNorm from dividing by zero: 1e-06
+    "THETA": "rope_theta",                          # the base of RoPE's angles: 1000000
+}
 
 # MLX's quantised weights: integers of a few bits, and for each group of them in a row a scale and a bias
 QUANTIZED = [{"group_size": group_size, "bits": bits} | mode for group_size in (32, 64, 128)
              for bits in (2, 3, 4, 5, 6, 8) for mode in ({}, {"mode": "affine"})]
-# What config.json must say for this file to compute the checkpoint exactly. None: the field may be left out.
+# What fields of config.json may say, if they are there, for this file to compute the checkpoint exactly
 SUPPORTED = {
-    "model_type": ("qwen3", "llama"), "hidden_act": ("silu", None), "attention_bias": (False, None),
-    "mlp_bias": (False, None), "rope_scaling": (None,), "rope_parameters": (None,),
-    "rope_interleaved": (False, None), "partial_rotary_factor": (1, None), "sliding_window": (None,),
-    "use_sliding_window": (False, None), "layer_types": (None,), "num_experts": (None,),
-    "num_local_experts": (None,), "tie_word_embeddings": (True, False, None),
-    "quantization": (None, *QUANTIZED), "quantization_config": (None, *QUANTIZED),
-}
+    "model_type": ["qwen3", "llama"], "hidden_act": ["silu"], "attention_bias": [False], "mlp_bias": [False],
+    "rope_scaling": [{}], "rope_parameters": [{}], "rope_interleaved": [False], "partial_rotary_factor": [1],
+    "use_sliding_window": [False], "sliding_window": [], "layer_types": [], "num_experts": [],
+    "num_local_experts": [], "tie_word_embeddings": [True, False],
+    "quantization": QUANTIZED, "quantization_config": QUANTIZED}
 
 
 def read_json(path):
-    """The JSON object in a file as a dict, {} if it is no object. ValueError names a file that isn't JSON."""
+    """The JSON object in a file, as a dict. ValueError names a file that holds none."""
     try:
-        value = json.loads(path.read_bytes())
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is not JSON ({error})") from None
-    return value if isinstance(value, dict) else {}
+        return dict(json.loads(path.read_bytes()))              # dict: fails for a number, a string or null
+    except (ValueError, TypeError, RecursionError) as error:
+        raise ValueError(f"{path} is not a JSON object ({error})") from None
 
 
 def read_config(path):
-    """config.json, without fields that ask for nothing special, and its numbers under this file's names.
+    """config.json, without what asks for nothing special, and its numbers under this file's names.
 
     ValueError names the first field that is missing, or that asks for something this file would get wrong.
     """
@@ -120,34 +117,29 @@ def read_config(path):
         rope = config.get(field) or {}
         if isinstance(rope, dict):
             config["rope_theta"] = rope.pop("rope_theta", config.get("rope_theta"))
-            if all(plain.get(key) == value for key, value in rope.items()):
-                config[field] = None                            # nothing beyond plain RoPE
+            config[field] = {key: value for key, value in rope.items() if plain.get(key) != value}
     if config.get("use_sliding_window") is False:
         config["sliding_window"] = None                         # a width that is written but not used
     kinds = config.get("layer_types")
     if isinstance(kinds, list) and all(kind == "full_attention" for kind in kinds):
         config["layer_types"] = None
+    config = {"model_type": None} | {field: value for field, value in config.items() if value is not None}
     for field, values in SUPPORTED.items():
-        if config.get(field) not in values:
-            raise ValueError(f"{path}: {field} is {json.dumps(config.get(field))}, which is not supported")
+        if field in config and config[field] not in values:
+            raise ValueError(f"{path}: {field} is {json.dumps(config[field])}, which is not supported")
 
-    def number(field, default=None, kind=int):
-        value = default if config.get(field) is None else config[field]
-        if type(value) not in (int, kind) or not 0 < value < 2**53:
-            raise ValueError(f"{path}: {field} is {json.dumps(value)}, not a positive {kind.__name__}")
-        return value
-
-    n_heads = number("num_attention_heads")
-    numbers = {
-        "N_LAYERS": number("num_hidden_layers"), "D_MODEL": number("hidden_size"),
-        "D_FF": number("intermediate_size"),
-        "N_HEADS": n_heads, "N_KV": number("num_key_value_heads", n_heads),
-        "D_HEAD": number("head_dim", number("hidden_size") // n_heads), "VOCAB": number("vocab_size"),
-        "MAX_POSITIONS": number("max_position_embeddings"), "EPS": number("rms_norm_eps", kind=float),
-        "THETA": number("rope_theta", 10000, kind=float)}
-    if n_heads % numbers["N_KV"] or numbers["D_HEAD"] % 2:
-        raise ValueError(f"{path}: num_attention_heads {n_heads} is not a multiple of num_key_value_heads "
-                         f"{numbers['N_KV']}, or head_dim {numbers['D_HEAD']} is odd")
+    config = {"num_key_value_heads": config.get("num_attention_heads"), "rope_theta": 10000} | config
+    numbers = {}
+    for name, field in NUMBERS.items():
+        if name == "D_HEAD":                                    # if it isn't given, D_MODEL is cut into heads
+            config.setdefault(field, numbers["D_MODEL"] // numbers["N_HEADS"])
+        value, kinds = config.get(field), (int, float) if name in ("EPS", "THETA") else (int,)
+        if type(value) not in kinds or not 0 < value < 2**53:
+            raise ValueError(f"{path}: {field} is {json.dumps(value)}, not a positive {kinds[-1].__name__}")
+        numbers[name] = value
+    if numbers["N_HEADS"] % numbers["N_KV"] or numbers["D_HEAD"] % 2:
+        raise ValueError(f"{path}: num_attention_heads {numbers['N_HEADS']} is not a multiple of "
+                         f"num_key_value_heads {numbers['N_KV']}, or head_dim {numbers['D_HEAD']} is odd")
     return config, numbers
 
 
@@ -176,8 +168,7 @@ def read_weights(folder):
     files, index = ["model.safetensors"], folder / "model.safetensors.index.json"
     if index.exists() and not (folder / files[0]).exists():
         weight_map = read_json(index).get("weight_map")
-        files = weight_map.values() if isinstance(weight_map, dict) else []
-        files = sorted({file for file in files if isinstance(file, str)})
+        files = sorted({str(file) for file in weight_map.values()}) if isinstance(weight_map, dict) else []
     stored = {}
     for file in files:
         try:
@@ -189,14 +180,13 @@ def read_weights(folder):
 
 def read_tokenizer(path, rows):
     """A tokenizers.Tokenizer from tokenizer.json. ValueError if it is none, or has ids beyond the rows."""
-    content = path.read_bytes()
     try:
-        tokenizer = Tokenizer.from_buffer(content)
+        tokenizer = Tokenizer.from_file(str(path))
         tokenizer.no_truncation()                               # the file may ask for both, for training
         tokenizer.no_padding()
         largest = max([0, *tokenizer.get_vocab().values(), *tokenizer.encode("").ids])
     except BaseException as error:                              # a panic in Rust is no Exception
-        raise ValueError(f"{path} is not a tokenizer: {error}") from None
+        raise ValueError(f"{path} can't be read as a tokenizer: {error}") from None
     if largest >= rows:
         raise ValueError(f"{path} has {largest + 1} tokens, the embedding only {rows} rows (vocab_size)")
     return tokenizer
@@ -212,19 +202,19 @@ def read_eos(config, path):
 
 
 def unpack(folder, stored, packing, bits):
-    """Put the values of quantised matrices in the place of their parts; {name: (w, scales, biases)} of those.
+    """Replace the parts of quantised matrices in stored by their values; return {name: (w, scales, biases)}.
 
-    bits: None, or to what all matrices are quantised here. ValueError names a matrix that this can't be.
+    A value is scale * integer + bias. packing: bits and group_size, or None. bits: quantise the matrices
+    first, or None. ValueError names a matrix that can't be packed so.
     """
     packed = {}
     for name in [name for name in sorted(stored) if name.endswith(".weight")]:
         parts = [name.replace(".weight", part) for part in (".weight", ".scales", ".biases")]
         try:
-            if bits and stored[name].ndim == 2:
-                packed[name] = mx.quantize(stored[name], **packing)
-            elif packing and parts[1] in stored and parts[2] in stored:
+            if bits and stored[name].ndim == 2:                 # now it is as if it had been stored so
+                stored |= zip(parts, mx.quantize(stored[name], **packing))
+            if packing and parts[1] in stored and parts[2] in stored:
                 packed[name] = tuple(stored.pop(part) for part in parts)
-            if name in packed:
                 w, *rest = packed[name]
                 stored[name] = mx.dequantize(w, *[part.astype(mx.float32) for part in rest], **packing)
         except ValueError as error:
@@ -243,7 +233,7 @@ def check_weights(folder, stored, shapes):
 
 
 def fill_weights(folder, weights):
-    """Compute the weights one by one and put them into W. ValueError: they are larger than the memory."""
+    """Move weights into W, computing one at a time. ValueError: they are larger than the memory."""
     needed = sum(part.nbytes for w in weights.values() for part in (w if isinstance(w, tuple) else (w,)))
     if needed > os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"):
         raise ValueError(f"{folder}: the weights take {needed / 1e9:.1f} GB, more memory than there is")
@@ -275,25 +265,21 @@ def load_model(folder, dtype=None, quantize=None):
             raise ValueError(f"{folder} is quantised already, to {as_stored['bits']} bits")
         packing = QUANTIZED[QUANTIZED.index(as_stored)]         # with 4 where JSON may say 4.0
     packed = unpack(folder, stored, packing, quantize)
-    has_head = "lm_head.weight" in stored
-    tied = not has_head if config.get("tie_word_embeddings") is None else config["tie_word_embeddings"]
-    shapes = expected_shapes(numbers, config["model_type"] == "qwen3", has_head or not tied)
-    check_weights(folder, stored, shapes)
-    if tied and has_head:
-        head, _ = stored.pop("lm_head.weight"), packed.pop("lm_head.weight", None)
-        if not mx.array_equal(head, stored["model.embed_tokens.weight"]):
-            raise ValueError(f"{folder}: tie_word_embeddings is true, but lm_head.weight is another matrix")
-    if dtype is None:
-        dtype = stored["model.norm.weight"].dtype if on_gpu else mx.float32
+    tied = config.get("tie_word_embeddings", "lm_head.weight" not in stored)
+    head = stored.pop("lm_head.weight", None) if tied else None
+    check_weights(folder, stored, expected_shapes(numbers, config["model_type"] == "qwen3", not tied))
+    if head is not None and not mx.array_equal(head, stored["model.embed_tokens.weight"]):
+        raise ValueError(f"{folder}: tie_word_embeddings is true, but lm_head.weight is another matrix")
+    dtype = dtype or (stored["model.norm.weight"].dtype if on_gpu else mx.float32)
     if dtype not in (mx.bfloat16, mx.float16, mx.float32):
         raise ValueError(f"dtype is {dtype}, which is not supported")
     weights = {name: w.astype(dtype) for name, w in stored.items()}
-    for name, (w, *rest) in packed.items() if on_gpu else ():   # a CPU is slow with packed ones
+    for name in packed.keys() & weights.keys() if on_gpu else ():       # a CPU is slow with packed ones
+        w, *rest = packed[name]
         weights[name] = (w, *[part.astype(dtype) for part in rest])
-    head = stored = packed = None                               # fill_weights lets go of what they held
+    head = stored = packed = None                               # else these would keep all that is stored
     fill_weights(folder, weights)
-    if tied:
-        W["lm_head.weight"] = W["model.embed_tokens.weight"]
+    W.setdefault("lm_head.weight", W["model.embed_tokens.weight"])      # tied
     globals().update(numbers, tok=tokenizer, EOS_IDS=eos, PACKING=packing)      # N_LAYERS = 28 and so on
 
 
@@ -552,7 +538,7 @@ def stream(ids, cache, start_pos=0, max_tokens=100, temperature=0.0, top_p=0.95)
     The text is "" where a token ends inside a character. Ends after max_tokens, or at an end token, which is
     not shown. On a GPU the next step is queued before a token is read, so that it need not wait for Python.
     """
-    text = DecodeStream(ids, skip_special_tokens=True)          # holds a character back until it is whole
+    text = decoders.DecodeStream(ids, skip_special_tokens=True)     # holds a character back until it is whole
     upcoming = sample(prefill(ids, cache, start_pos)[-1], temperature, top_p)
     first_pos, end_pos = start_pos + len(ids), start_pos + len(ids) + max_tokens
     for pos in range(first_pos, end_pos):
@@ -625,12 +611,11 @@ def typed_lines():
     """The lines of stdin that are not blank. At a terminal readline edits them."""
     with contextlib.suppress(ImportError):
         import readline                                         # noqa: F401  (from now on input uses it)
-    talk = sys.stdin.isatty()
-    if talk:                                                    # Ctrl-C stops an answer, not the program
+    if sys.stdin.isatty():                                      # Ctrl-C stops an answer, not the program
         signal.signal(signal.SIGINT, signal.default_int_handler)
     with contextlib.suppress(EOFError):
         while True:
-            if (line := input("> " * talk)).strip():
+            if (line := input("> " if sys.stdin.isatty() else "")).strip():
                 yield line
 
 
@@ -661,7 +646,7 @@ def chat(questions, system=None, think=False, max_tokens=1000, temperature=0.0, 
                 piece = piece.replace("<think>", dim + "<think>").replace("</think>", "</think>" + plain)
                 print(piece, end="", flush=True)
         print(plain)
-        held = min(len(said), cache[-1][2] if cache[-1] else 0)     # forget the answer; if stopped, even more
+        held = min(len(said), cache[-1][2] if cache[-1] else 0)  # drop the answer; it may have less
         cache = [entry and (*entry[:2], held) for entry in cache]
         said = said + turn_ids("assistant", answer.split("</think>")[-1].lstrip("\n"))
 
@@ -715,7 +700,8 @@ def spell(token_id):
     piece = tok.id_to_token(token_id) or ""
     text = " " * piece.startswith("\u2581") + tok.decode([token_id], skip_special_tokens=False)
     if "\ufffd" in text and "\ufffd" not in piece:
-        rest = sorted(set(range(256)) - set(map(ord, ByteLevel.alphabet())))    # written as chr(256) and on
+        # A byte is written as the letter of its number; those that are no letters as chr(256) and on
+        rest = sorted(set(range(256)) - set(map(ord, pre_tokenizers.ByteLevel.alphabet())))
         text = bytes(ord(c) if ord(c) < 256 else rest[ord(c) - 256] for c in piece)
         text = bytes.fromhex(piece[3:5]) if piece.startswith("<0x") else text       # as "<0xE6>" in Llama 2
     return repr(text)[:20]
@@ -807,7 +793,8 @@ def explain(prompt):
 # ==== The command line: find a model, run it, say how fast it was ===========================================
 HERE = Path(__file__).resolve().parent
 REPO, REVISION = "Qwen/Qwen3-0.6B", "c1899de289a04d12100db370d81485cdf75e47ca"
-SHA256 = {
+FILES = {                                                       # each with its SHA-256, where it is known
+    "generation_config.json": None,
     "config.json": "660db3b73d788119c04535e48cf9be5f55bc3100841a718637ae695b442f27dd",
     "tokenizer.json": "aeb13307a71acd8fe81861d94ad54ab689df773318809eed3cbe794b4492dae4",
     "model.safetensors": "f47f71177f32bcd101b7573ec9171e6a57f4f4d31148d38e382306f42996874b",
@@ -815,38 +802,37 @@ SHA256 = {
 
 
 def download(folder):
-    """Fetch Qwen3-0.6B from the Hugging Face Hub into folder. Returns False if the Hub can't be reached.
+    """Fetch Qwen3-0.6B from the Hugging Face Hub into folder, and return that.
 
-    Files appear in the folder only when all are there and right; a download that was cut off goes on later.
+    Or say that the Hub can't be reached, and return the bundled model's. Files appear in the folder only when
+    all are there and right; a download that was cut off goes on later.
     """
     from huggingface_hub import HfApi, hf_hub_url           # comes with tokenizers, and is slow to import
     from huggingface_hub.file_download import http_get
-    files = ["generation_config.json", *SHA256]
     incoming = folder / ".incoming"
     try:
         info = HfApi().repo_info(REPO, revision=REVISION, timeout=4, files_metadata=True)
     except Exception as error:                              # offline, no such host, a proxy that refuses, ...
         print(f"Qwen3-0.6B is not here and the Hugging Face Hub can't be reached ({type(error).__name__}): "
-              f"the bundled tests/tiny-qwen3 runs.\nTo get the real model by hand, put {', '.join(files)} "
+              f"the bundled tests/tiny-qwen3 runs.\nTo get the real model by hand, put {', '.join(FILES)} "
               f"of {REPO} into {folder}", file=sys.stderr)
-        return False
+        return HERE / "tests/tiny-qwen3"
     sizes = {file.rfilename: file.size for file in info.siblings}
     try:
         incoming.mkdir(parents=True, exist_ok=True)
-        for name in files:
+        for name, sha256 in FILES.items():
             with open(incoming / name, "ab") as file:       # what is there of it is not fetched again
                 http_get(hf_hub_url(REPO, name, revision=REVISION), file, resume_size=file.tell(),
                          expected_size=sizes.get(name), displayed_filename=name)
+            if sha256 and hashlib.sha256((incoming / name).read_bytes()).hexdigest() != sha256:
+                (incoming / name).unlink()
+                raise ValueError(f"{name} came with a wrong SHA-256, and is thrown away")
     except Exception as error:
-        raise ValueError(f"the download of {REPO} broke off; run again to go on: {error}") from None
-    for name, expected in SHA256.items():
-        if hashlib.sha256((incoming / name).read_bytes()).hexdigest() != expected:
-            (incoming / name).unlink()
-            raise ValueError(f"{name} was downloaded with a wrong SHA-256, and is thrown away")
-    for name in files:                                      # the weights last: find_model looks for them
+        raise ValueError(f"the download of {REPO} failed; run again to go on: {error}") from None
+    for name in FILES:                                      # the weights last: find_model looks for them
         (incoming / name).replace(folder / name)
     incoming.rmdir()
-    return True
+    return folder
 
 
 def find_model():
@@ -854,11 +840,11 @@ def find_model():
     for folder in (HERE / "Qwen3-0.6B", Path("Qwen3-0.6B")):
         if any(folder.glob("model*.safetensors")):
             return folder
-    return HERE / "Qwen3-0.6B" if download(HERE / "Qwen3-0.6B") else HERE / "tests/tiny-qwen3"
+    return download(HERE / "Qwen3-0.6B")
 
 
 def parse_arguments():
-    """The command line's options; one line on stderr and status 2 where they can't be meant so."""
+    """The command line's options; one line on stderr and status 2 where they are out of range or conflict."""
     parser = argparse.ArgumentParser(
         prog="llm_inference.py", formatter_class=argparse.RawDescriptionHelpFormatter,
         description="Continue a text with Qwen3-0.6B, or another Qwen3 or Llama model.", epilog="""examples:
@@ -875,7 +861,7 @@ def parse_arguments():
         help="0 takes the most likely token, 1 draws by probability (default: %(default)s)")
     add("--top-p", metavar="P", type=float, default=0.95,
         help="draw from the fewest tokens that have P of the probability (default: %(default)s)")
-    add("--seed", metavar="S", type=int, help="a number that makes the draws repeatable")
+    add("--seed", metavar="S", type=int, default=time.time_ns(), help="a number that repeats the same draws")
     add("--quantize", metavar="BITS", type=int, choices=(4, 8), help="round the weights to 4 or 8 bits")
     add("--kernels", choices=KERNELS, help="for norm, RoPE and attention (default: fused on a GPU)")
     mode = parser.add_mutually_exclusive_group().add_argument
@@ -890,7 +876,7 @@ def parse_arguments():
         parser.error("--max-tokens must be at least 1, --temperature at least 0, --top-p above 0 and up to 1")
     if (args.system is not None or args.think) and not args.chat:
         parser.error("--system and --think go with --chat")
-    if args.seed is not None and not 0 <= args.seed < 2**64:
+    if not 0 <= args.seed < 2**64:
         parser.error("--seed must be from 0 to 2**64 - 1")
     return args
 
@@ -911,18 +897,16 @@ def main():
         print("OpenBLAS was not found, so this will be slow: pip install cmeel-openblas", file=sys.stderr)
     folder = Path(args.model) if args.model is not None else find_model()
     load_model(folder, quantize=args.quantize)
-    if args.seed is not None:
-        mx.random.seed(args.seed)
+    mx.random.seed(args.seed)
     sys.stdout.reconfigure(errors="replace")                    # for a terminal that has no Japanese, say
+    max_tokens = args.max_tokens or (MAX_POSITIONS // 4 if args.chat else 100)
     if args.explain or args.trace:
         return explain(prompt) if args.explain else trace(prompt)
     if args.chat:
         if not prompt.strip():
             raise ValueError("the prompt is empty")
         questions = typed_lines() if args.prompt is None else [prompt]
-        max_tokens = args.max_tokens or MAX_POSITIONS // 4
         return chat(questions, args.system, args.think, max_tokens, args.temperature, args.top_p)
-    max_tokens = args.max_tokens or 100
     ids = encode(prompt, max_tokens)
 
     print(f"Model:  {folder.resolve().name}  ({N_LAYERS} layers, {D_MODEL} dim, {N_HEADS} Q heads, "

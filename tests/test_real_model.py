@@ -26,7 +26,7 @@ def test_the_numbers_in_the_source_s_comments_are_the_model_s():
     _, numbers = llm.read_config(FOLDER / "config.json")
     source = (FOLDER.parent / "llm_inference.py").read_text()
     for name, value in numbers.items():
-        assert float(re.search(rf'^{name}: .*# .*: (\S+)$', source, re.M)[1]) == value, name
+        assert float(re.search(rf'^    "{name}": .*# .*: (\S+)$', source, re.M)[1]) == value, name
 
 
 def test_the_expected_tensors_are_the_311_of_the_published_file():
