@@ -66,7 +66,7 @@ try:
     from tokenizers import Tokenizer, decoders, pre_tokenizers
     from tqdm import tqdm                                       # tokenizers brings it
 except ImportError as error:                                    # on Linux also an MLX without its CPU part
-    sys.exit(f'llm_inference.py: {error}: pip install "mlx[cpu]" tokenizers')
+    sys.exit(f'llm_inference.py: {" ".join(str(error).split())}: pip install "mlx[cpu]" tokenizers')
 
 # ==== The model: weights, a tokenizer and some numbers, all filled in by load_model =========================
 W: dict[str, mx.array] = {}     # every weight under its Hugging Face name; if packed, (w, scales, biases)
@@ -96,6 +96,8 @@ SUPPORTED = {
     "use_sliding_window": [False], "sliding_window": [], "layer_types": [], "num_experts": [],
     "num_local_experts": [], "tie_word_embeddings": [True, False],
     "quantization": QUANTIZED, "quantization_config": QUANTIZED}
+
+FLOATS = (mx.bfloat16, mx.float16, mx.float32)                  # what weights may be stored and computed in
 
 
 def read_json(path):
@@ -214,9 +216,10 @@ def unpack(folder, stored, packing, bits):
             if bits and stored[name].ndim == 2:                 # now it is as if it had been stored so
                 stored |= zip(parts, mx.quantize(stored[name], **packing))
             if packing and parts[1] in stored and parts[2] in stored:
-                packed[name] = tuple(stored.pop(part) for part in parts)
-                w, *rest = packed[name]
-                stored[name] = mx.dequantize(w, *[part.astype(mx.float32) for part in rest], **packing)
+                w, scales, biases = packed[name] = tuple(stored.pop(part) for part in parts)
+                if scales.shape != biases.shape or scales.dtype not in FLOATS or biases.dtype not in FLOATS:
+                    raise ValueError("its scales and biases are of different shapes, or no floats")
+                stored[name] = mx.dequantize(w, *[x.astype(mx.float32) for x in (scales, biases)], **packing)
         except ValueError as error:
             raise ValueError(f"{folder}: {name}: {error}") from None
     return packed
@@ -228,7 +231,7 @@ def check_weights(folder, stored, shapes):
         found, wanted = getattr(stored.get(name), "shape", "nothing"), shapes.get(name, "nothing")
         if found != wanted:
             raise ValueError(f"{folder}: {name}: the weights hold {found}, config.json asks for {wanted}")
-        if stored[name].dtype not in (mx.bfloat16, mx.float16, mx.float32):
+        if stored[name].dtype not in FLOATS:
             raise ValueError(f"{folder}: {name} is {stored[name].dtype}, which is not supported")
 
 
@@ -252,6 +255,8 @@ def load_model(folder, dtype=None, quantize=None):
     OSError: a file can't be read. ValueError, in one line that names field or tensor: this file would not
     compute the checkpoint exactly. After either, the model that was loaded before is still whole.
     """
+    if quantize not in (None, 4, 8) or (dtype or mx.float32) not in FLOATS:
+        raise ValueError(f"quantize is {quantize}, dtype {dtype}: 4, 8 and a type of float are supported")
     folder, on_gpu = Path(folder), mx.default_device() == mx.gpu
     config, numbers = read_config(folder / "config.json")
     eos = read_eos(config, folder / "generation_config.json")
@@ -259,25 +264,25 @@ def load_model(folder, dtype=None, quantize=None):
     stored = read_weights(folder)
     if numbers["N_LAYERS"] > len(stored):
         raise ValueError(f"{folder}: num_hidden_layers is {numbers['N_LAYERS']} with {len(stored)} tensors")
+    tied = config.get("tie_word_embeddings", "lm_head.weight" not in stored)
+    for name in [name for name in stored if tied and name.startswith("lm_head.")]:      # stored all the same
+        head, embedding = stored.pop(name), stored.get(name.replace("lm_head", "model.embed_tokens"))
+        if embedding is None or not mx.array_equal(head, embedding):
+            raise ValueError(f"{folder}: tie_word_embeddings is true, but {name} is not the embedding's")
     packing = {"group_size": 64, "bits": quantize} if quantize else None
     if as_stored := config.get("quantization") or config.get("quantization_config"):
         if quantize:
             raise ValueError(f"{folder} is quantised already, to {as_stored['bits']} bits")
         packing = QUANTIZED[QUANTIZED.index(as_stored)]         # with 4 where JSON may say 4.0
     packed = unpack(folder, stored, packing, quantize)
-    tied = config.get("tie_word_embeddings", "lm_head.weight" not in stored)
-    head = stored.pop("lm_head.weight", None) if tied else None
     check_weights(folder, stored, expected_shapes(numbers, config["model_type"] == "qwen3", not tied))
-    if head is not None and not mx.array_equal(head, stored["model.embed_tokens.weight"]):
-        raise ValueError(f"{folder}: tie_word_embeddings is true, but lm_head.weight is another matrix")
+    if not tied and not mx.isfinite(stored["model.embed_tokens.weight"]).all():
+        raise ValueError(f"{folder}: model.embed_tokens.weight is not finite")      # it might show late
     dtype = dtype or (stored["model.norm.weight"].dtype if on_gpu else mx.float32)
-    if dtype not in (mx.bfloat16, mx.float16, mx.float32):
-        raise ValueError(f"dtype is {dtype}, which is not supported")
     weights = {name: w.astype(dtype) for name, w in stored.items()}
-    for name in packed.keys() & weights.keys() if on_gpu else ():       # a CPU is slow with packed ones
-        w, *rest = packed[name]
+    for name, (w, *rest) in packed.items() if on_gpu else ():   # a CPU is slow with packed ones
         weights[name] = (w, *[part.astype(dtype) for part in rest])
-    head = stored = packed = None                               # else these would keep all that is stored
+    stored = packed = head = embedding = None                   # else these would keep all that is stored
     fill_weights(folder, weights)
     W.setdefault("lm_head.weight", W["model.embed_tokens.weight"])      # tied
     globals().update(numbers, tok=tokenizer, EOS_IDS=eos, PACKING=packing)      # N_LAYERS = 28 and so on
@@ -527,7 +532,8 @@ def prefill(ids, cache, start_pos=0):
         mx.eval(cache)
         mx.clear_cache()                                        # MLX's own, of memory that was freed
     if not mx.isfinite(logits).all():
-        bad = [name for name, w in W.items() if not mx.isfinite(w[1] if isinstance(w, tuple) else w).all()]
+        bad = [name for name, w in W.items() for part in (w[1:] if isinstance(w, tuple) else (w,))
+               if not mx.isfinite(part).all()]
         raise ValueError(f"the logits are not finite; neither is {bad[0] if bad else 'a step on the way'}")
     return logits
 
@@ -696,14 +702,17 @@ def trace(prompt):
 
 
 def spell(token_id):
-    """A token in quotes, so that a space before it shows; as bytes where these are not whole characters."""
+    """A token in quotes, so that a space before it shows; as bytes where these are not whole characters.
+
+    In tokenizers like Llama 2's a space is written "\u2581", a byte "<0xE6>". In those like Qwen3's each byte
+    is a letter: the one with its number, or for the bytes without such a letter one from chr(256) on.
+    """
     piece = tok.id_to_token(token_id) or ""
-    text = " " * piece.startswith("\u2581") + tok.decode([token_id], skip_special_tokens=False)
+    text = piece.replace("\u2581", " ") if "\u2581" in piece else tok.decode([token_id], False)
     if "\ufffd" in text and "\ufffd" not in piece:
-        # A byte is written as the letter of its number; those that are no letters as chr(256) and on
         rest = sorted(set(range(256)) - set(map(ord, pre_tokenizers.ByteLevel.alphabet())))
         text = bytes(ord(c) if ord(c) < 256 else rest[ord(c) - 256] for c in piece)
-        text = bytes.fromhex(piece[3:5]) if piece.startswith("<0x") else text       # as "<0xE6>" in Llama 2
+        text = bytes.fromhex(piece[3:5]) if piece.startswith("<0x") else text
     return repr(text)[:20]
 
 
@@ -742,14 +751,14 @@ def show_costs(seen, n, speed):
 def explain(prompt):
     """Print what happens to a prompt, step by step.
 
-    ValueError as in encode, for the prompt and 8 tokens more; if it has over 512 tokens, since all that is
-    computed for it is kept; or if weights are packed, which show_costs can't count.
+    ValueError as in encode, for the prompt and 8 tokens more; if it has over 256 tokens, more than a piece of
+    prefill; or if weights are packed, which show_costs can't count.
     """
     ids, cache = encode(prompt, 8), [None] * N_LAYERS
     n = len(ids)
-    if n > 512 or any(isinstance(w, tuple) for w in W.values()):
-        raise ValueError(f"--explain is for up to 512 tokens (here {n}), and for weights that are not packed")
-    calls = watch(lambda: sample(forward(mx.array(ids), cache, 0)[-1]))
+    if n > 256 or isinstance(W["lm_head.weight"], tuple):
+        raise ValueError(f"--explain needs weights that are not packed, and up to 256 tokens: here are {n}")
+    calls = watch(lambda: sample(prefill(mx.array(ids), cache)[-1]))
     seen = {name: [call[2:] for call in calls if call[1] == name] for name in WATCHED}
     longer, by_cache, times = list(ids), [seen["forward"][0][1][-1]], []
     for pos in range(n, n + 8):
@@ -782,7 +791,7 @@ def explain(prompt):
 
     (order, probs), (_, kept) = nucleus(by_cache[0], 1, 1), nucleus(by_cache[0], 0.7, 0.95)
     show(f"Step 8: id; probability; at temperature 0.7 and top-p 0.95, which keep {mx.sum(kept > 0).item()}",
-         [(order[i].item(), probs[i].item(), kept[i].item(), spell(order[i].item())) for i in range(5)])
+         [(i, p, q, spell(i)) for i, p, q in zip(*[x[:5].tolist() for x in (order, probs, kept)])])
 
     again = forward(longer[:-1], [None] * N_LAYERS, 0)[-8:]     # at once, with nothing cached
     show("Step 9: the next 8 tokens: id by cached decode; recomputed; largest difference of the logits",
@@ -884,13 +893,15 @@ def parse_arguments():
 def main():
     """Run the program; whatever goes wrong comes out as an exception with a message of one line."""
     args = parse_arguments()
+    if sys.stdin is None or sys.stdout is None:
+        raise ValueError("stdin or stdout is closed")
     prompt = "The capital of France is" if args.prompt is None else args.prompt
     try:
         if prompt == "-":
             prompt = open(0, "rb", closefd=False).read().decode().rstrip("\r\n")
-        prompt.encode()                                     # fails for an argument that is not UTF-8
+        f"{prompt}{args.system}".encode()                   # fails for an argument that is not UTF-8
     except UnicodeError as error:
-        raise ValueError(f"the prompt is not UTF-8 text: {error}") from None
+        raise ValueError(f"the prompt or --system is not UTF-8 text: {error}") from None
     if args.kernels:
         use_kernels(args.kernels)
     if sys.platform == "linux" and mx.default_device() == mx.cpu and not HAS_OPENBLAS:
@@ -928,6 +939,8 @@ if __name__ == "__main__":
         main()
     except KeyboardInterrupt:
         os._exit(130)
-    except Exception as error:
+    except SystemExit:
+        raise
+    except BaseException as error:                              # a panic in tokenizers' Rust is no Exception
         print("llm_inference.py:", *(str(error) or type(error).__name__).split(), file=sys.stderr, flush=True)
         os._exit(1)                                         # at once: stdout is not flushed again

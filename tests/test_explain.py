@@ -97,9 +97,9 @@ def test_shapes_and_shares_are_what_the_config_says(name, folder_of, explained):
     layers, d, ff, vocab = c["num_hidden_layers"], c["hidden_size"], c["intermediate_size"], c["vocab_size"]
     n = len(llm.tok.encode(PROMPT).ids)
     x, turned = (n, d), f"{(heads, n, head_dim)} {(kv, n, head_dim)}"
-    shapes = {"embed": f"{(n,)} {x}", "rms_norm": f"{x} {(d,)} {x}", "apply_rope": f"{turned} {turned}",
+    shapes = {"embed": f"{(n,)} {x}", "rms_norm": f"{(1, d)} {(d,)} {(1, d)}", "apply_rope": f"{turned} {turned}",
               "attention": f"{x} {x}", "ffn": f"{x} {x}", "transformer_block": f"{x} {x}",
-              "linear": f"{x} {(n, vocab)}", "forward": f"{(n,)} {(n, vocab)}", "sample": f"{(vocab,)} ()"}
+              "linear": f"{(1, d)} {(1, vocab)}", "forward": f"{(n,)} {(1, vocab)}", "sample": f"{(vocab,)} ()"}
     assert [row.split()[1] for row in rows] == list(shapes)
 
     qk_norm = c["model_type"] == "qwen3"
@@ -246,8 +246,8 @@ def test_a_long_prompt_shows_every_token_and_an_over_long_one_is_refused(folder_
     for step in ("Step 1", "Step 5"):
         for _, rows in find(sections, step):
             assert [numbers(row)[0] for row in rows] == list(range(100))
-    with pytest.raises(ValueError, match=r"512 tokens \(here 513\)"):
-        llm.explain("a" * 513)
+    with pytest.raises(ValueError, match="256 tokens: here are 257"):
+        llm.explain("a" * 257)
     with pytest.raises(ValueError, match="context of 640"):
         llm.explain("a" * 633)
     for watched in (llm.explain, llm.trace):
