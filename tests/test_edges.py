@@ -209,7 +209,7 @@ def test_a_temperature_that_float32_cannot_hold_is_argmax(temperature):
 
 def test_a_bad_number_of_bits_or_type_leaves_the_old_model_whole(tiny):
     before = dict(llm.W)
-    for options in ({"quantize": 7}, {"dtype": mx.int32}):
+    for options in ({"quantize": 7}, {"quantize": "4"}, {"quantize": True}, {"dtype": mx.int32}):
         with pytest.raises(ValueError):
             llm.load_model(tiny, **options)
         assert llm.W == before
@@ -233,6 +233,54 @@ def test_the_command_line_s_temperature_and_top_p_reach_every_draw(tiny, monkeyp
                                           "--temperature", "0.3", "--top-p", "0.6"])
         llm.main()
         assert seen == [(0.3, 0.6)] * 3
+
+
+def test_without_options_the_defaults_are_those_said(tiny, monkeypatch, capsys):
+    seen = []
+    monkeypatch.setattr(llm, "stream", lambda *args: iter(seen.append(args) or []))
+    monkeypatch.setattr(sys.stdout, "reconfigure", lambda **k: None, raising=False)
+    for extra, max_tokens in ([], 100), (["--chat"], llm.MAX_POSITIONS // 4):
+        monkeypatch.setattr(sys, "argv", ["x", "--model", str(tiny), "hi", *extra])
+        llm.main()
+        assert seen[-1][2:] == (0, max_tokens, 0.0, 0.95)
+
+
+def test_prefill_and_decode_are_timed_apart(tiny, monkeypatch, capsys):
+    """By a clock that shows 0, 2, 7, 12, ... s: prefill takes 2 s, each of the later tokens 5 s."""
+    looks = iter([0, *range(2, 1000, 5)])
+    monkeypatch.setattr(llm.time, "perf_counter", lambda: next(looks))
+    monkeypatch.setattr(sys.stdout, "reconfigure", lambda **k: None, raising=False)
+    monkeypatch.setattr(sys, "argv", ["x", "--model", str(tiny), "The capital of France is" * 4, "--max-tokens", "11"])
+    llm.main()
+    assert capsys.readouterr().out.splitlines()[-1] == (
+        "Time:   52.00s  (prefill 20 tokens: 10 tokens/s, decode 10 tokens: 0 tokens/s)")
+
+
+@pytest.mark.parametrize("temperature", [0.005, 0.3])
+def test_a_low_temperature_is_not_greedy(temperature):
+    """Logits so close that even then each of the tokens is drawn."""
+    mx.random.seed(3)
+    logits = mx.array([1.0, 2.0, 3.0]) * temperature / 2
+    drawn = [llm.sample(logits, temperature, 1.0).item() for _ in range(300)]
+    assert [drawn.count(i) / 300 for i in range(3)] == pytest.approx([0.186, 0.307, 0.506], abs=0.09)
+
+
+def test_a_row_of_an_embedding_that_is_not_finite_is_refused_though_no_prompt_uses_it(tmp_path, folder_of):
+    folder = shutil.copytree(folder_of("untied"), tmp_path / "copy")
+    stored = mx.load(str(folder / "model.safetensors"))
+    stored["model.embed_tokens.weight"][200, 3] = mx.inf
+    mx.save_safetensors(str(folder / "model.safetensors"), stored)
+    with pytest.raises(ValueError, match="model.embed_tokens.weight is not finite"):
+        llm.load_model(folder)
+
+
+def test_without_a_word_of_it_every_query_head_has_its_own_key_head(tmp_path, folder_of):
+    folder = shutil.copytree(folder_of("as_many_kv_heads"), tmp_path / "copy")
+    config = json.loads((folder / "config.json").read_text())
+    del config["num_key_value_heads"]
+    (folder / "config.json").write_text(json.dumps(config))
+    llm.load_model(folder)
+    assert llm.N_KV == llm.N_HEADS == 4
 
 
 def test_fused_is_fused():

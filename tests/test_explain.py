@@ -14,7 +14,7 @@ import llm_inference as llm
 import mlx.core as mx
 import pytest
 import reference
-from checkpoints import byte_tokenizer
+from checkpoints import byte_tokenizer, make_checkpoint
 
 ROOT = Path(__file__).resolve().parent.parent
 PROMPT = "The capital of France is"
@@ -58,17 +58,19 @@ def columns(text):
 @functools.cache
 def judged(folder):
     """What the reference engine finds for the prompt: logits, and for its last token the probabilities after each
-    layer and the shares of attention, [layer * heads + head][position]."""
-    model, shares, hidden = reference.load(folder), [], []
-    softmax, cache = reference.softmax, reference.new_cache(model)
+    layer, the shares of attention, [layer * heads + head][position], and the vectors that RoPE turned in the last
+    layer: query heads and then key heads."""
+    model, shares, hidden, turned = reference.load(folder), [], [], []
+    softmax, rope, cache = reference.softmax, reference.rope, reference.new_cache(model)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(reference, "softmax", lambda scores: shares.append(softmax(scores)) or shares[-1])
+        patch.setattr(reference, "rope", lambda head, *rest: turned.append(head) or rope(head, *rest))
         for pos, token in enumerate(llm.tok.encode(PROMPT).ids):
             shares.clear()
             hidden.clear()
             logits = reference.forward_token(model, token, pos, cache, hidden)
     lens = [softmax(reference.matvec(model.head, reference.rms_norm(x, model.final_norm, model.eps))) for x in hidden]
-    return logits, lens, shares
+    return logits, lens, shares, turned[-model.heads - model.kv_heads:]
 
 
 @pytest.mark.parametrize("prompt", [PROMPT, FOREIGN, "é", "a\n\tb"])
@@ -136,23 +138,34 @@ def test_angles_are_the_paper_s_and_a_product_depends_on_the_distance_alone(name
     assert abs(rows[0][4] - rows[0][5]) > 0.01
 
 
+@pytest.mark.parametrize("name", ["tiny-qwen3", "one_kv_head", "llama_no_head_dim"], indirect=True)
+def test_the_product_is_that_of_the_last_token_s_first_query_and_key_in_the_last_layer(name, folder_of, explained):
+    c, turned = config_of(folder_of(name)), judged(folder_of(name))[3]
+    theta, (heads, _, _) = c["rope_theta"], reference.head_sizes(c)
+    row = numbers(find(explained(), "Step 4")[0][1][0])
+    for apart, shown in zip((1, 4), row[4:], strict=True):
+        expected = reference.dot(reference.rope(turned[0], apart, theta), turned[heads])
+        assert shown == pytest.approx(expected, abs=0.002)
+
+
 def test_a_product_that_depends_on_the_position_would_be_seen(tiny, explained, monkeypatch):
     monkeypatch.setattr(llm, "apply_rope", lambda q, k, positions: (q * positions[:, None], k))
     rows = [numbers(row) for row in find(explained(), "Step 4")[0][1]]
     assert rows[0][4] != pytest.approx(rows[1][4], abs=0.01)
 
 
-def test_attention_is_the_reference_s_and_adds_up_to_one(tiny, explained):
-    shares = judged(tiny)[2]
+@pytest.mark.parametrize("name", ["tiny-qwen3", "one_kv_head", "three_queries_a_kv_head"], indirect=True)
+def test_attention_is_the_reference_s_and_adds_up_to_one(name, folder_of, explained):
+    shares = judged(folder_of(name))[2]
     sections = find(explained(), "Step 5")
-    layers, (heads, *_) = len(shares) // llm.N_HEADS, reference.head_sizes(config_of(tiny))
+    layers, (heads, *_) = len(shares) // llm.N_HEADS, reference.head_sizes(config_of(folder_of(name)))
     assert [numbers(title.split(":")[1])[0] for title, _ in sections] == [0, layers // 2, layers - 1]
     for title, rows in sections:
         layer, head = int(re.search(r"layer (\d+)", title)[1]), int(re.search(r"head (\d+)", title)[1])
         here = shares[layer * heads:(layer + 1) * heads]
         assert max(map(max, here)) == max(here[head])
         shown = [numbers(row) for row in rows]
-        assert [quoted(row) for row in rows] == ["The", " capital", " of", " France", " is"]
+        assert "".join(quoted(row) for row in rows) == PROMPT
         for column in (1, 2):
             assert sum(row[column] for row in shown) == pytest.approx(1, abs=0.001)
         for i, (_, focused, average) in enumerate(shown):
@@ -162,7 +175,7 @@ def test_attention_is_the_reference_s_and_adds_up_to_one(tiny, explained):
 
 
 def test_the_lens_is_the_reference_s_and_ends_at_the_answer(tiny, explained):
-    _, lens, _ = judged(tiny)
+    lens = judged(tiny)[1]
     sections = explained()
     rows = find(sections, "Step 7")[0][1]
     assert len(rows) == len(lens)
@@ -219,6 +232,25 @@ def test_cached_and_recomputed_tokens_are_the_reference_s(folder_of, explained):
     assert all(row[2] < 1e-4 for row in rows)
 
 
+def test_the_largest_difference_is_that_of_the_logits(tiny, explained, monkeypatch):
+    """With values in the cache that are 1 too high, so that the difference is no mere rounding."""
+    extend, seen, forward = llm.extend_cache, [], llm.forward
+    monkeypatch.setattr(llm, "extend_cache", lambda cache, i, k, v: extend(cache, i, k, v + (k.shape[1] == 1)))
+    monkeypatch.setattr(llm, "forward", lambda *args, **options: seen.append(forward(*args, **options)) or seen[-1])
+    rows = [numbers(row) for row in find(explained(), "Step 9")[0][1]]
+    decoded, again = mx.concatenate(seen[:8]), seen[-1][-8:]
+    expected = mx.max(mx.abs(decoded - again), axis=-1).tolist()
+    assert max(expected) > 0.1
+    assert [row[2] for row in rows] == pytest.approx(expected, rel=0.01)
+
+
+def test_the_speed_is_that_of_six_steps_after_the_first(tiny, explained, monkeypatch):
+    """By a clock that goes on a second with every look, but the first time ten."""
+    looks = iter([0, *range(10, 100)])
+    monkeypatch.setattr(llm.time, "perf_counter", lambda: next(looks))
+    assert numbers(find(explained(), "What the next token costs")[0][1][3])[1] == 1.0
+
+
 def test_a_cache_that_is_wrong_would_be_seen(tiny, explained, monkeypatch):
     extend = llm.extend_cache
     monkeypatch.setattr(llm, "extend_cache", lambda cache, i, k, v: extend(cache, i, k if k.shape[1] > 1 else 0 * k, v))
@@ -228,6 +260,7 @@ def test_a_cache_that_is_wrong_would_be_seen(tiny, explained, monkeypatch):
 @pytest.mark.parametrize("kernels", ["explicit", "fused"])
 @pytest.mark.parametrize("kind", ["untied", "llama_head_dim"])
 def test_bfloat16_and_both_kernels_are_explained(kind, kernels, folder_of, explained):
+    c = config_of(folder_of(kind))
     llm.load_model(folder_of(kind), mx.bfloat16)
     llm.use_kernels(kernels)
     before = {name: getattr(llm, name) for name in llm.WATCHED}
@@ -236,7 +269,12 @@ def test_bfloat16_and_both_kernels_are_explained(kind, kernels, folder_of, expla
     for _, rows in find(sections, "Step 5"):
         assert sum(numbers(row)[1] for row in rows) == pytest.approx(1, abs=0.001)
     rows = find(sections, "What the next token costs")[0][1]
-    assert numbers(rows[1])[0] == reference.kv_bytes_per_token(config_of(folder_of(kind)))
+    assert numbers(rows[1])[0] == reference.kv_bytes_per_token(c)
+    not_read = (c["vocab_size"] - 1) * c["hidden_size"]         # untied: of the embedding but one row
+    assert numbers(rows[3])[0] == numbers(rows[0])[1] - 2 * not_read + 4 * reference.kv_bytes_per_token(c)
+    rows = [numbers(row) for row in find(sections, "Step 4")[0][1]]
+    assert all(row[4:] == pytest.approx(rows[0][4:], abs=0.002) for row in rows)        # turned in float32
+    assert numbers(find(sections, "Step 7")[0][1][-1])[1] == numbers(find(sections, "Step 8")[0][1][0])[1]
     assert all(numbers(row)[2] < 0.2 for row in find(sections, "Step 9")[0][1])
 
 
@@ -268,6 +306,38 @@ def test_no_line_is_wider_than_a_hundred_columns_with_the_real_model_s_sizes(exp
     assert max(columns(line) for section in sections for line in section) <= 100
     llm.trace("a" * 9)
     assert max(map(columns, capsys.readouterr().out.splitlines())) <= 100
+
+
+def test_a_vocabulary_of_three_is_explained(tmp_path, capsys):
+    from tokenizers import Tokenizer, models
+    folder = make_checkpoint(tmp_path / "m", "untied", vocab_size=3, eos_token_id=None)
+    Tokenizer(models.BPE(vocab={"a": 0, "b": 1, "c": 2}, merges=[])).save(str(folder / "tokenizer.json"))
+    llm.load_model(folder)
+    llm.explain("abc")
+    section = capsys.readouterr().out.split("Step 8")[1].split("\n\n")[0]
+    assert sorted(numbers(row)[0] for row in section.splitlines()[1:]) == [0, 1, 2]
+
+
+def test_weights_that_are_not_numbers_are_named_by_explain_and_trace(tiny, monkeypatch):
+    monkeypatch.setattr(llm, "W", llm.W | {"model.layers.1.mlp.up_proj.weight": mx.full((384, 128), mx.nan)})
+    for look in (llm.explain, llm.trace):
+        with pytest.raises(ValueError, match=r"neither is model\.layers\.1\.mlp\.up_proj\.weight"):
+            look(PROMPT)
+
+
+def test_packed_weights_are_not_explained(tiny, monkeypatch):
+    name = "model.layers.1.mlp.up_proj.weight"
+    monkeypatch.setitem(llm.W, name, tuple(mx.quantize(llm.W[name])))
+    with pytest.raises(ValueError, match="not packed"):
+        llm.explain(PROMPT)
+
+
+def test_special_tokens_are_spelled_and_texts_of_15_letters_are_whole(tiny, monkeypatch):
+    assert llm.spell(llm.tok.token_to_id("<|im_end|>")) == "'<|im_end|>'"
+    other = byte_tokenizer()
+    other.add_tokens(["fifteen letters"])
+    monkeypatch.setattr(llm, "tok", other)
+    assert llm.spell(259) == "'fifteen letters'"
 
 
 def test_long_token_texts_are_cut(tiny, monkeypatch):

@@ -14,6 +14,7 @@ WEIGHTS, METADATA = mx.load(str(HERE / "golden/quantized.safetensors"), return_m
 GOLDEN = mx.load(str(HERE / "golden/quantized_logits.safetensors"))
 IDS = GOLDEN["ids"].tolist()
 PROJECTION = "model.layers.0.mlp.down_proj"
+AFFINE = {"bits": 4, "group_size": 64, "mode": "affine"}
 # The checkpoint that mlx_lm.convert quantised: make_golden_quantized.py has the same sizes.
 SIZES = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 128}
 
@@ -100,6 +101,69 @@ def test_packed_weights_compute_the_same_and_are_mlx_lm_s_bit_for_bit(tmp_path, 
     assert greedy() == GOLDEN["greedy.4"].tolist()                  # one row at a time too
 
 
+@pytest.mark.parametrize("packing", [{"bits": 8, "group_size": 64}, {"bits": 4, "group_size": 32}])
+def test_packed_weights_of_other_bits_and_groups_with_a_head_of_its_own(tmp_path, packed, packing):
+    folder = make_checkpoint(tmp_path / "q", "untied", **SIZES)
+    stored, config = mx.load(str(folder / "model.safetensors")), json.loads((folder / "config.json").read_text())
+    matrices = [name for name in stored if stored[name].ndim == 2]
+    for name in matrices:
+        stored |= zip((name, name.replace("weight", "scales"), name.replace("weight", "biases")),
+                      mx.quantize(stored[name], **packing))
+    mx.save_safetensors(str(folder / "model.safetensors"), stored)
+    (folder / "config.json").write_text(json.dumps(config | {"quantization": packing}))
+    llm.load_model(folder)
+    found = logits()
+    packed(folder)
+    assert all(isinstance(llm.W[name], tuple) for name in matrices)
+    assert differ_by(found, logits()) < 1e-4
+    assert llm.embed(IDS).shape == (len(IDS), 64)
+
+
+def test_on_a_gpu_the_type_is_the_stored_one(tmp_path, packed):
+    packed(make_checkpoint(tmp_path / "m", "float16"))
+    assert {w.dtype for w in llm.W.values()} == {mx.float16}
+
+
+@pytest.mark.parametrize("part", [1, 2])
+def test_packed_parts_that_are_not_numbers_are_named(tmp_path, packed, monkeypatch, part):
+    packed(write(tmp_path / "q"))
+    broken = list(llm.W[f"{PROJECTION}.weight"])
+    broken[part] = broken[part] * mx.nan
+    monkeypatch.setitem(llm.W, f"{PROJECTION}.weight", tuple(broken))
+    with pytest.raises(ValueError, match=f"neither is {PROJECTION}"):
+        llm.generate("abc", 2)
+
+
+def test_quantization_config_alone_says_how_it_is_packed(tmp_path):
+    llm.load_model(write(tmp_path / "q", {"quantization": None, "quantization_config": AFFINE}))
+    assert differ_by(logits(), GOLDEN["mlx_lm.4"]) < 1e-4
+
+
+def test_a_stored_head_that_differs_from_tied_embeddings_is_refused_whatever_rounding_makes_of_it(tmp_path):
+    folder = make_checkpoint(tmp_path / "m", "tied", **SIZES)
+    stored = mx.load(str(folder / "model.safetensors"))
+    stored["lm_head.weight"] = mx.where(mx.arange(64) == 5, 1e-6, 0) + stored["model.embed_tokens.weight"]
+    mx.save_safetensors(str(folder / "model.safetensors"), stored)
+    with pytest.raises(ValueError, match="lm_head.weight is not the embedding's"):
+        llm.load_model(folder, quantize=4)
+
+
+@pytest.mark.parametrize("where", ["CPU", "GPU"])
+def test_the_memory_that_is_asked_for_is_that_of_the_weights(tmp_path, source, packed, monkeypatch, where):
+    """On a machine of so many pages of one byte, and of one more."""
+    load = llm.load_model if where == "CPU" else packed
+    load(source, mx.float32, quantize=4)
+    arrays = {id(w): w for w in llm.W.values()}.values()
+    needed = sum(part.nbytes for w in arrays for part in (w if isinstance(w, tuple) else (w,)))
+    for more, fits in ((0, True), (-1, False)):
+        monkeypatch.setattr(llm.os, "sysconf", lambda name: 1 if name == "SC_PAGE_SIZE" else needed + more)
+        if fits:
+            load(source, mx.float32, quantize=4)
+        else:
+            with pytest.raises(ValueError, match="memory"):
+                load(source, mx.float32, quantize=4)
+
+
 def test_packed_weights_keep_the_stream_in_the_stored_dtype(tmp_path, packed):
     packed(write(tmp_path / "q"))
     assert llm.embed(IDS).dtype == logits().dtype == mx.bfloat16
@@ -139,9 +203,6 @@ def test_a_matrix_may_be_left_plain_among_quantised_ones(tmp_path, packed, where
     assert differ_by(found, logits()) < 1e-5
 
 
-AFFINE = {"bits": 4, "group_size": 64, "mode": "affine"}
-
-
 @pytest.mark.parametrize("config, tensors, said", [
     ({"quantization": AFFINE | {"mode": "mxfp4"}}, {}, "mxfp4"),
     ({"quantization": AFFINE | {"mode": "nvfp4", "group_size": 16}}, {}, "nvfp4"),
@@ -159,6 +220,9 @@ AFFINE = {"bits": 4, "group_size": 64, "mode": "affine"}
     ({}, {f"{PROJECTION}.biases": None}, PROJECTION),
     ({}, {f"{PROJECTION}.scales": None}, PROJECTION),
     ({}, {f"{PROJECTION}.scales": mx.zeros((64, 1))}, PROJECTION),
+    ({}, {f"{PROJECTION}.biases": mx.zeros((64, 1))}, PROJECTION),          # MLX would repeat them
+    ({}, {f"{PROJECTION}.biases": mx.zeros((64, 2), dtype=mx.int32)}, PROJECTION),
+    ({}, {f"{PROJECTION}.scales": mx.zeros((64, 2), dtype=mx.complex64)}, PROJECTION),
     ({}, {f"{PROJECTION}.weight": mx.zeros((64, 16))}, f"{PROJECTION}.weight"),
     ({"intermediate_size": 256}, {}, "mlp"),
 ])

@@ -103,6 +103,8 @@ def test_the_file_keeps_to_its_size():
 
 def test_defaults_are_those_said():
     import inspect
-    defaults = {name: p.default for name, p in inspect.signature(llm.generate).parameters.items()}
-    assert (defaults["max_tokens"], defaults["temperature"], defaults["top_p"]) == (100, 0.0, 0.95)
+    for function in (llm.generate, llm.stream):
+        defaults = {name: p.default for name, p in inspect.signature(function).parameters.items()}
+        assert (defaults["max_tokens"], defaults["temperature"], defaults["top_p"]) == (100, 0.0, 0.95)
+    assert llm.sample.__defaults__ == (0.0, 0.95)
     assert "add up to N tokens (100)" in README and "together (0.95)" in README
