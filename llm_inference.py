@@ -341,7 +341,7 @@ def in_parallel(compute, *arrays):
 
 
 def exp(x):
-    """e^x in float32. Like mx.exp(x) up to rounding, but MLX's power takes less than half the time on a CPU."""
+    """e^x in float32: mx.exp(x) but for rounding, and MLX's power takes less than half the time on a CPU."""
     return mx.e ** x.astype(mx.float32)
 
 
