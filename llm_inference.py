@@ -46,7 +46,7 @@ def load_openblas():
     folders = [Path(p) for p in sys.path]
     with contextlib.suppress(OSError):
         for runtime in [r for f in folders for r in f.glob("mlx_cpu.libs/libgfortran-*")]:
-            ctypes.CDLL(str(runtime))
+            ctypes.CDLL(str(runtime))                           # it finds libquadmath, which the copy can't
             with tempfile.NamedTemporaryFile() as copy:
                 name = b"libgfortran.so.5".ljust(len(runtime.name), b"\0")
                 copy.write(runtime.read_bytes().replace(runtime.name.encode(), name))
@@ -89,7 +89,7 @@ NUMBERS = {                     # more global variables, each with its field in 
 # MLX's quantised weights: integers of a few bits, and for each group of them in a row a scale and a bias
 QUANTIZED = [{"group_size": group_size, "bits": bits} | mode for group_size in (32, 64, 128)
              for bits in (2, 3, 4, 5, 6, 8) for mode in ({}, {"mode": "affine"})]
-# What fields of config.json may say, if they are there, for this file to compute the checkpoint exactly
+# What fields of config.json may say, where not null, for this file to compute the checkpoint exactly
 SUPPORTED = {
     "model_type": ["qwen3", "llama"], "hidden_act": ["silu"], "attention_bias": [False], "mlp_bias": [False],
     "rope_scaling": [{}], "rope_parameters": [{}], "rope_interleaved": [False], "partial_rotary_factor": [1],
@@ -262,7 +262,7 @@ def load_model(folder, dtype=None, quantize=None):
     eos = read_eos(config, folder / "generation_config.json")
     tokenizer = read_tokenizer(folder / "tokenizer.json", numbers["VOCAB"])
     stored = read_weights(folder)
-    if numbers["N_LAYERS"] > len(stored):
+    if numbers["N_LAYERS"] > len(stored):                       # before a list of so many tensors is made
         raise ValueError(f"{folder}: num_hidden_layers is {numbers['N_LAYERS']} with {len(stored)} tensors")
     tied = config.get("tie_word_embeddings", "lm_head.weight" not in stored)
     for name in [name for name in stored if tied and name.startswith("lm_head.")]:      # stored all the same
@@ -277,7 +277,7 @@ def load_model(folder, dtype=None, quantize=None):
     packed = unpack(folder, stored, packing, quantize)
     check_weights(folder, stored, expected_shapes(numbers, config["model_type"] == "qwen3", not tied))
     if not tied and not mx.isfinite(stored["model.embed_tokens.weight"]).all():
-        raise ValueError(f"{folder}: model.embed_tokens.weight is not finite")      # it might show late
+        raise ValueError(f"{folder}: model.embed_tokens.weight is not finite")      # tied, the head shows it
     dtype = dtype or (stored["model.norm.weight"].dtype if on_gpu else mx.float32)
     weights = {name: w.astype(dtype) for name, w in stored.items()}
     for name, (w, *rest) in packed.items() if on_gpu else ():   # a CPU is slow with packed ones
@@ -319,8 +319,7 @@ def embed(token_ids):
 # ==== Tools for Steps 5, 6 and 8: a product with a weight matrix, e^x, and all cores of a CPU ===============
 STREAMS = []                    # on a CPU MLX's queues of work, one for each of up to 8 cores
 if mx.default_device() == mx.cpu:
-    STREAMS = [mx.new_stream(mx.cpu) for _ in range(1, min(os.cpu_count() or 1, 8))]
-    STREAMS.insert(0, mx.default_stream(mx.cpu))
+    STREAMS = [mx.default_stream(mx.cpu)] + [mx.new_stream(mx.cpu) for _ in range(os.cpu_count() or 1)[1:8]]
 
 
 def in_parallel(compute, *arrays):
@@ -330,7 +329,7 @@ def in_parallel(compute, *arrays):
     """
     own_thread = threading.current_thread() is threading.main_thread()      # MLX's streams belong to a thread
     if not STREAMS or not own_thread or max(array.size for array in arrays) < 2**17:
-        return compute(*arrays)                                 # on a GPU, or too little to hand over
+        return compute(*arrays)                                 # on a GPU, in another thread, or too little
     length, results = len(arrays[0]), []
     for i, core in enumerate(STREAMS):
         start, end = length * i // len(STREAMS), length * (i + 1) // len(STREAMS)
@@ -348,7 +347,8 @@ def exp(x):
 def linear(x, name):
     """x @ w.T for a weight matrix w, which is stored as (out, in): (n, in) -> (n, out).
 
-    For a few rows, as in decode, OpenBLAS first copies the whole matrix, unless it comes in small pieces.
+    For a few rows, as in decode, OpenBLAS first copies the whole matrix, unless it comes in small pieces,
+    which MLX would join again without [None].
     """
     w = W[name]
     if isinstance(w, tuple):                                    # packed: it is unpacked as it is multiplied
@@ -383,12 +383,11 @@ def apply_rope(q, k, positions):
     half = D_HEAD // 2
     freqs = THETA ** (-mx.arange(half, dtype=mx.float32) / half)                # (64,) radians per position
     angles = mx.array(positions, dtype=mx.float32)[:, None] * freqs             # (n, 64)
-    cos, sin = mx.cos(angles), mx.sin(angles)
+    cos, sin = mx.cos(angles), mx.sin(angles)                                   # float32, and so is x1 * cos
 
     def rotate(x):
         x1, x2 = x[..., :half], x[..., half:]                                   # each (heads, n, 64)
-        turned = mx.concatenate([x1 * cos - x2 * sin, x1 * sin + x2 * cos], axis=-1)
-        return turned.astype(x.dtype)                                           # cos and sin made it float32
+        return mx.concatenate([x1 * cos - x2 * sin, x1 * sin + x2 * cos], axis=-1).astype(x.dtype)
 
     return rotate(q), rotate(k)
 
@@ -406,8 +405,7 @@ def extend_cache(cache, layer_idx, k, v):
     total = length + n
     if total > keys.shape[1]:
         room = mx.zeros((n_kv, -(-total // 256) * 256 - length, d_head), dtype=k.dtype)
-        keys = mx.concatenate([keys[:, :length], room], axis=1)
-        values = mx.concatenate([values[:, :length], room], axis=1)
+        keys, values = (mx.concatenate([x[:, :length], room], axis=1) for x in (keys, values))
     keys = mx.slice_update(keys, k, mx.array([length]), axes=[1])
     values = mx.slice_update(values, v, mx.array([length]), axes=[1])
     cache[layer_idx] = (keys, values, total)
@@ -473,8 +471,7 @@ def transformer_block(x, layer_idx, cache, positions):
     """Attention, then feed-forward; each reads a normed copy of x and adds to x: (n, 1024) -> (n, 1024)."""
     p = f"model.layers.{layer_idx}"
     x = x + attention(rms_norm(x, W[f"{p}.input_layernorm.weight"]), layer_idx, cache, positions)
-    x = x + ffn(rms_norm(x, W[f"{p}.post_attention_layernorm.weight"]), layer_idx)
-    return x
+    return x + ffn(rms_norm(x, W[f"{p}.post_attention_layernorm.weight"]), layer_idx)
 
 
 # ==== Step 8: all blocks and the head make logits, sampling makes a token ===================================
@@ -495,8 +492,8 @@ def forward(token_ids, cache, start_pos, last_only=False):
 def nucleus(logits, temperature, top_p):
     """All token ids, the most likely first, and the probability to draw each: (151936,) both.
 
-    It is 0 outside the nucleus, the fewest tokens whose softmax(logits / temperature) adds up to top_p, and
-    in proportion to that inside. Holtzman et al. 2019.
+    It is 0 outside the nucleus, the fewest tokens whose softmax(logits / temperature) adds up to at least
+    top_p, and in proportion to that inside. Holtzman et al. 2019.
     """
     logits = logits.astype(mx.float32)
     temperature, top_p = max(temperature, 1e-30), max(top_p, 1e-30)     # float32 makes 0 of smaller ones
@@ -530,7 +527,7 @@ def prefill(ids, cache, start_pos=0):
     for i in tqdm(range(0, len(ids), 256), desc="prefill", delay=1, leave=False, disable=None):
         logits = forward(ids[i:i + 256], cache, start_pos + i, last_only=True)
         mx.eval(cache)
-        mx.clear_cache()                                        # not this one: MLX's, of freed memory
+        mx.clear_cache()                                        # MLX's, of freed memory, not the KV cache
     if not mx.isfinite(logits).all():
         bad = [name for name, w in W.items() for part in (w[1:] if isinstance(w, tuple) else (w,))
                if not mx.isfinite(part).all()]
@@ -652,7 +649,7 @@ def chat(questions, system=None, think=False, max_tokens=1000, temperature=0.0, 
                 piece = piece.replace("<think>", dim + "<think>").replace("</think>", "</think>" + plain)
                 print(piece, end="", flush=True)
         print(plain)
-        held = min(len(said), cache[-1][2] if cache[-1] else 0)  # drop the answer; it may have less
+        held = min(len(said), cache[-1][2] if cache[-1] else 0)  # without the answer; Ctrl-C leaves less
         cache = [entry and (*entry[:2], held) for entry in cache]
         said = said + turn_ids("assistant", answer.split("</think>")[-1].lstrip("\n"))
 
@@ -718,7 +715,7 @@ def spell(token_id):
 
 def show(title, rows):
     """Print a title, bold on a terminal, and rows of cells; a float is a share of 1, and gets a bar."""
-    block = "#" if "\u2588".encode(sys.stdout.encoding, "replace") == b"?" else "\u2588"
+    block = "#" if "\u2588".encode(sys.stdout.encoding or "utf-8", "replace") == b"?" else "\u2588"
     print(f"\n{terminal_code(1)}{title}{terminal_code(0)}")
     for row in rows:
         print(*[f"{block * round(16 * c):16} {c:.4f}" if isinstance(c, float) else f"{c:8}" for c in row])
@@ -733,11 +730,12 @@ def show_costs(seen, n, speed):
     kv_bytes = sum(k.nbytes + v.nbytes for (_, k, v), _ in seen["attend"]) // n
     parts = {name: (w.size * (w.ndim - 1), w.nbytes) for name, w in W.items()}      # none for a norm's vector
     parts["model.embed_tokens.weight"] = (0, W["model.embed_tokens.weight"][0].nbytes)      # a row is read
+    # The cache's share has a name that the patterns for attention and for all blocks find
     parts["layers: self_attn, cache"] = (2 * N_LAYERS * N_HEADS * D_HEAD * (n + 1), kv_bytes * (n + 1))
     costs = {step: [sum(c) for c in zip((0, 0), *[parts[name] for name in parts if re.search(regex, name)])]
              for step, regex in STEPS.items()}
     (adds, read), (cache_adds, _) = costs["8 forward"], parts["layers: self_attn, cache"]
-    show("Steps 2 to 8: shapes in and out; share of the next token's multiply-adds and of bytes it reads",
+    show("Steps 2 to 8: the prompt's shapes in, out; shares of the next token's multiply-adds, bytes read",
          [(f"{step:19} {shapes_of(args[:2]):29} {shapes_of(result):28} {a / adds:8.2%} {b / read:8.2%}",)
           for step, (a, b) in costs.items() for args, result in seen[step[2:]][-1:]])
     stored = {id(w): w for w in W.values()}.values()            # tied: one array under two names
@@ -773,7 +771,7 @@ def explain(prompt):
     q, k = (mx.repeat(x[:1, -1:].astype(mx.float32), n + 101, axis=1) for x in seen["apply_rope"][-1][0][:2])
     q, k = apply_rope(q, k, mx.arange(n + 101))                 # one query and one key, at every position
     qk1, qk4 = (mx.sum(q[0, apart:] * k[0, :-apart], axis=-1).tolist() for apart in (1, 4))
-    show("Step 4: position; degrees the first, middle, last pair turn; q @ k 1 apart, 4 apart: ever the same",
+    show("Step 4: position; degrees the first, middle, last pair turn; q @ k 1 apart, 4 apart: constant",
          [(i, *[f"{i * t:12.6g}" for t in turn], f" {qk1[i]:.3f} {qk4[i]:.3f}") for i in [*range(n), n + 96]])
 
     for layer in sorted({0, N_LAYERS // 2, N_LAYERS - 1}):
@@ -790,7 +788,7 @@ def explain(prompt):
          [(i, mx.max(mx.softmax(row)).item(), spell(mx.argmax(row).item())) for i, row in enumerate(lens)])
 
     (order, probs), (_, kept) = nucleus(by_cache[0], 1, 1), nucleus(by_cache[0], 0.7, 0.95)
-    show(f"Step 8: id; probability; at temperature 0.7 and top-p 0.95, which keep {mx.sum(kept > 0).item()}",
+    show(f"Step 8: id; probability; at temperature 0.7 and top-p 0.95, kept: {mx.sum(kept > 0).item()}",
          [(i, p, q, spell(i)) for i, p, q in zip(*[x[:5].tolist() for x in (order, probs, kept)])])
 
     again = forward(longer[:-1], [None] * N_LAYERS, 0)[-8:]     # at once, with nothing cached
@@ -864,8 +862,8 @@ def parse_arguments():
     add = parser.add_argument
     add("prompt", metavar="PROMPT", nargs="?",
         help='the text to continue, "-" for stdin (default: "The capital of France is")')
-    add("--model", metavar="DIR", help="folder of a checkpoint (default: Qwen3-0.6B, downloaded at first)")
-    add("--max-tokens", metavar="N", type=int, help="add up to N tokens (default: 100)")
+    add("--model", metavar="DIR", help="a checkpoint's folder (default: Qwen3-0.6B, downloaded once)")
+    add("--max-tokens", metavar="N", type=int, help="add up to N tokens (default: 100, or context/4 in chat)")
     add("--temperature", metavar="T", type=float, default=0.0,
         help="0 takes the most likely token, 1 draws by probability (default: %(default)s)")
     add("--top-p", metavar="P", type=float, default=0.95,
@@ -880,8 +878,8 @@ def parse_arguments():
     mode("--explain", action="store_true", help="show what happens to PROMPT in each of the nine steps")
     mode("--trace", action="store_true", help="show each call of the functions in one decode step")
     args = parser.parse_args()
-    sampling_is_well = 0 <= args.temperature < math.inf and 0 < args.top_p <= 1
-    if not sampling_is_well or args.max_tokens is not None and args.max_tokens < 1:
+    sampling_is_valid = 0 <= args.temperature < math.inf and 0 < args.top_p <= 1
+    if not sampling_is_valid or args.max_tokens is not None and args.max_tokens < 1:
         parser.error("--max-tokens must be at least 1, --temperature at least 0, --top-p above 0 and up to 1")
     if (args.system is not None or args.think) and not args.chat:
         parser.error("--system and --think go with --chat")
@@ -891,14 +889,14 @@ def parse_arguments():
 
 
 def main():
-    """Run the program; whatever goes wrong comes out as an exception with a message of one line."""
+    """Run the program; whatever goes wrong comes out as an exception, which the last lines make one line."""
     args = parse_arguments()
     if sys.stdin is None or sys.stdout is None:
         raise ValueError("stdin or stdout is closed")
     prompt = "The capital of France is" if args.prompt is None else args.prompt
     try:
         if prompt == "-":
-            prompt = open(0, "rb", closefd=False).read().decode().rstrip("\r\n")
+            prompt = sys.stdin.buffer.read().decode().rstrip("\r\n")
         f"{prompt}{args.system}".encode()                   # fails for an argument that is not UTF-8
     except UnicodeError as error:
         raise ValueError(f"the prompt or --system is not UTF-8 text: {error}") from None

@@ -77,7 +77,7 @@ MUTATIONS = {
     "SiLU replaced by GELU": ("ffn", "gate / (1 + exp(-gate))", "gate * (1 + mx.erf(gate * 0.5 ** 0.5)) / 2"),
     "gate and up swapped": ("ffn", "exp(-gate))).astype(x.dtype), gate)", "exp(-gate))).astype(x.dtype), up); up = linear(x, f'{p}.gate_proj.weight')"),
     "residual around attention left out": ("transformer_block", "x = x + attention", "x = attention"),
-    "residual around the feed-forward layer left out": ("transformer_block", "x = x + ffn", "x = ffn"),
+    "residual around the feed-forward layer left out": ("transformer_block", "return x + ffn", "return ffn"),
     "norm after attention instead of before": (
         "transformer_block", 'attention(rms_norm(x, W[f"{p}.input_layernorm.weight"]), layer_idx, cache, positions)',
         'rms_norm(attention(x, layer_idx, cache, positions), W[f"{p}.input_layernorm.weight"])'),

@@ -1,6 +1,8 @@
 """--explain and --trace: every number they print, against counts made another way."""
 import ast
+import contextlib
 import functools
+import io
 import json
 import math
 import os
@@ -330,6 +332,12 @@ def test_packed_weights_are_not_explained(tiny, monkeypatch):
     monkeypatch.setitem(llm.W, name, tuple(mx.quantize(llm.W[name])))
     with pytest.raises(ValueError, match="not packed"):
         llm.explain(PROMPT)
+
+
+def test_explain_prints_into_a_file_without_an_encoding(tiny):
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        llm.explain(PROMPT)
+    assert "█" in out.getvalue()
 
 
 def test_special_tokens_are_spelled_and_texts_of_15_letters_are_whole(tiny, monkeypatch):
