@@ -15,6 +15,12 @@ are written (rows, columns), and (16, n, 128) is 16 such matrices; n is the numb
 in comments are Qwen3-0.6B's. MLX is lazy: an expression notes what is to be computed, and the work is done
 when a value is asked for.
 """
+import os
+import signal
+
+if __name__ == "__main__":      # Ctrl-C: leave at once and with no traceback, also while the rest is imported
+    signal.signal(signal.SIGINT, lambda *_: os._exit(130))
+
 import argparse
 import contextlib
 import ctypes
@@ -22,17 +28,13 @@ import functools
 import hashlib
 import json
 import math
-import os
 import re
-import signal
+import shutil
 import sys
 import tempfile
 import threading
 import time
 from pathlib import Path
-
-if __name__ == "__main__":                                      # Ctrl-C: leave at once, with no traceback
-    signal.signal(signal.SIGINT, lambda *_: os._exit(130))
 
 
 def load_openblas():
@@ -92,9 +94,9 @@ QUANTIZED = [{"group_size": group_size, "bits": bits} | mode for group_size in (
 # What fields of config.json may say, where not null, for this file to compute the checkpoint exactly
 SUPPORTED = {
     "model_type": ["qwen3", "llama"], "hidden_act": ["silu"], "attention_bias": [False], "mlp_bias": [False],
-    "rope_scaling": [{}], "rope_parameters": [{}], "rope_interleaved": [False], "partial_rotary_factor": [1],
-    "use_sliding_window": [False], "sliding_window": [], "layer_types": [], "num_experts": [],
-    "num_local_experts": [], "tie_word_embeddings": [True, False],
+    "rope_scaling": [{}], "rope_parameters": [{}], "rope_interleaved": [False], "rope_traditional": [False],
+    "partial_rotary_factor": [1], "use_sliding_window": [False], "sliding_window": [], "layer_types": [],
+    "is_causal": [True], "num_experts": [], "num_local_experts": [], "tie_word_embeddings": [True, False],
     "quantization": QUANTIZED, "quantization_config": QUANTIZED}
 
 FLOATS = (mx.bfloat16, mx.float16, mx.float32)                  # what weights may be stored and computed in
@@ -115,10 +117,11 @@ def read_config(path):
     """
     config = read_json(path)
     plain = {"rope_type": "default", "type": "default", "partial_rotary_factor": 1}
-    for field in ("rope_scaling", "rope_parameters"):           # transformers 5: rope_theta is in the latter
+    for field in ("rope_parameters", "rope_scaling"):           # transformers 5: rope_theta is in the former
         rope = config.get(field) or {}
         if isinstance(rope, dict):
-            config["rope_theta"] = rope.pop("rope_theta", config.get("rope_theta"))
+            theta = rope.pop("rope_theta", None)
+            config["rope_theta"] = config.get("rope_theta") if theta is None else theta
             config[field] = {key: value for key, value in rope.items() if plain.get(key) != value}
     if config.get("use_sliding_window") is False:
         config["sliding_window"] = None                         # a width that is written but not used
@@ -166,7 +169,10 @@ def expected_shapes(c, qk_norm, own_head):
 
 
 def read_weights(folder):
-    """{name: array} of model.safetensors or the shards in its index. Lazy: so far only headers are read."""
+    """{name: array} of model.safetensors or the shards in its index. Lazy: so far only headers are read.
+
+    ValueError: a file is cut off, is none of weights, or its tensors don't fill it one after another.
+    """
     files, index = ["model.safetensors"], folder / "model.safetensors.index.json"
     if index.exists() and not (folder / files[0]).exists():
         weight_map = read_json(index).get("weight_map")
@@ -175,7 +181,13 @@ def read_weights(folder):
     for file in files:
         try:
             stored |= mx.load(str(folder / file), format="safetensors")
-        except RuntimeError as error:                           # half a download, say, or a Git LFS pointer
+            with open(folder / file, "rb") as opened:
+                header = json.loads(opened.read(int.from_bytes(opened.read(8), "little")))
+                size = -opened.tell() + opened.seek(0, 2)
+            spans = sorted(entry["data_offsets"] for name, entry in header.items() if name != "__metadata__")
+            if [begin for begin, _ in spans] + [size] != [0] + [end for _, end in spans]:
+                raise ValueError("its tensors leave gaps or overlap")
+        except (RuntimeError, ValueError, TypeError) as error:  # half a download, say, or a Git LFS pointer
             raise ValueError(f"{folder / file} can't be read as weights: {error}") from None
     return {name: w for name, w in stored.items() if not name.endswith("rotary_emb.inv_freq")}  # old Llamas'
 
@@ -814,7 +826,8 @@ def download(folder):
     Or say that the Hub can't be reached, and return the bundled model's. Files appear in the folder only when
     all are there and right; a download that was cut off goes on later.
     """
-    from huggingface_hub import HfApi, hf_hub_url           # comes with tokenizers, and is slow to import
+    from filelock import FileLock                           # these come with tokenizers, and import slowly
+    from huggingface_hub import HfApi, hf_hub_url
     from huggingface_hub.file_download import http_get
     incoming = folder / ".incoming"
     try:
@@ -827,18 +840,19 @@ def download(folder):
     sizes = {file.rfilename: file.size for file in info.siblings}
     try:
         incoming.mkdir(parents=True, exist_ok=True)
-        for name, sha256 in FILES.items():
-            with open(incoming / name, "ab") as file:       # what is there of it is not fetched again
-                http_get(hf_hub_url(REPO, name, revision=REVISION), file, resume_size=file.tell(),
-                         expected_size=sizes.get(name), displayed_filename=name)
-            if sha256 and hashlib.sha256((incoming / name).read_bytes()).hexdigest() != sha256:
-                (incoming / name).unlink()
-                raise ValueError(f"{name} came with a wrong SHA-256, and is thrown away")
+        with FileLock(incoming / ".lock", timeout=0):           # only one download at a time
+            for name, sha256 in FILES.items():
+                with open(incoming / name, "ab") as file:       # what is there of it is not fetched again
+                    http_get(hf_hub_url(REPO, name, revision=REVISION), file, resume_size=file.tell(),
+                             expected_size=sizes.get(name), displayed_filename=name)
+                if sha256 and hashlib.sha256((incoming / name).read_bytes()).hexdigest() != sha256:
+                    (incoming / name).unlink()
+                    raise ValueError(f"{name} came with a wrong SHA-256, and is thrown away")
+            for name in FILES:                                  # the weights last: find_model looks for them
+                (incoming / name).replace(folder / name)
+            shutil.rmtree(incoming)
     except Exception as error:
         raise ValueError(f"the download of {REPO} failed; run again to go on: {error}") from None
-    for name in FILES:                                      # the weights last: find_model looks for them
-        (incoming / name).replace(folder / name)
-    incoming.rmdir()
     return folder
 
 
@@ -891,8 +905,8 @@ def parse_arguments():
 def main():
     """Run the program; whatever goes wrong comes out as an exception, which the last lines make one line."""
     args = parse_arguments()
-    if sys.stdin is None or sys.stdout is None:
-        raise ValueError("stdin or stdout is closed")
+    if None in (sys.stdin, sys.stdout, sys.stderr):
+        raise ValueError("stdin, stdout or stderr is closed")
     prompt = "The capital of France is" if args.prompt is None else args.prompt
     try:
         if prompt == "-":

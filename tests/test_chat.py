@@ -187,6 +187,22 @@ def test_ctrl_c_at_any_step_leaves_a_conversation_that_goes_on(watch, monkeypatc
     assert watch.cache_is_as_recomputed()
 
 
+def test_ctrl_c_before_a_later_question_is_read_leaves_the_cache_of_those_before(watch, monkeypatch, capsys):
+    said, block = len(llm.turn_ids("user", FRANCE)), llm.transformer_block
+
+    def interrupted(x, layer_idx, cache, positions):
+        if len(x) > 1 and positions[0] == said:
+            monkeypatch.setattr(llm, "transformer_block", block)
+            raise KeyboardInterrupt
+        return block(x, layer_idx, cache, positions)
+
+    monkeypatch.setattr(llm, "transformer_block", interrupted)
+    llm.chat(iter([FRANCE, ITALY, JAPAN]), max_tokens=30)
+    first, cut, last = capsys.readouterr().out.splitlines()
+    assert (first, cut, last) == ("The capital of France is Paris.", "", "The capital of Japan is Tokyo.")
+    assert watch.cache_is_as_recomputed()
+
+
 def test_a_conversation_that_outgrows_the_context_starts_anew_with_the_last_question(watch, monkeypatch, capsys):
     monkeypatch.setattr(llm, "MAX_POSITIONS", 90)
     llm.chat([FRANCE, JAPAN, JAPAN, FRANCE], "You are a helpful assistant.", max_tokens=25)

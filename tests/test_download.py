@@ -125,6 +125,18 @@ def test_a_good_download_runs_and_is_not_asked_for_again(clone, hub, files):
     assert run(clone, hub.url)[1].startswith(REAL) and hub.asked == []
 
 
+def test_two_at_once_do_no_harm(clone, hub, files):
+    """One downloads; the other, if it comes before that is done, says that it can't."""
+    results = []
+    for process in [start(clone, hub.url), start(clone, hub.url)]:
+        out, err = process.communicate(timeout=20)
+        results.append((process.returncode, out, err.splitlines()))
+    assert any(status == 0 and out.startswith(REAL) for status, out, _ in results), results
+    assert all(status == 0 or refused((status, out, err), ".lock") for status, out, err in results)
+    assert all((clone / "Qwen3-0.6B" / name).read_bytes() == files[name] for name in llm.FILES)
+    assert not (clone / "Qwen3-0.6B/.incoming").exists() and run(clone, hub.url)[1].startswith(REAL)
+
+
 def test_a_download_that_is_cut_off_says_so_and_goes_on_next_time(clone, hub, files):
     hub.cut[WEIGHTS] = len(files[WEIGHTS]) // 2
     assert refused(run(clone, hub.url), llm.REPO, "run again") and not present(clone)

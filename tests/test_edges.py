@@ -6,7 +6,8 @@ import sys
 import llm_inference as llm
 import mlx.core as mx
 import pytest
-from checkpoints import make_checkpoint
+import reference
+from checkpoints import byte_tokenizer, make_checkpoint
 
 
 
@@ -281,6 +282,101 @@ def test_without_a_word_of_it_every_query_head_has_its_own_key_head(tmp_path, fo
     (folder / "config.json").write_text(json.dumps(config))
     llm.load_model(folder)
     assert llm.N_KV == llm.N_HEADS == 4
+
+
+@pytest.mark.parametrize("position", [2049, 4097, 40959])
+def test_rope_is_right_far_from_the_start(tiny, position):
+    """Against the reference in float64; float32 angles are off by 2e-3 radians at worst there."""
+    q = normal(5, 4, 1, llm.D_HEAD)
+    for kernel in llm.KERNELS["explicit"][1], llm.KERNELS["fused"][1]:
+        turned = kernel(q, q, mx.array([position]))[0]
+        wanted = [reference.rope(head, position, llm.THETA) for head in q[:, 0].tolist()]
+        assert mx.max(mx.abs(turned[:, 0] - mx.array(wanted))).item() < 0.01
+
+
+def test_both_kernels_turn_by_the_same_angles(tiny):
+    """Attention would not tell: it depends on the distance alone."""
+    q = normal(5, 4, 3, llm.D_HEAD)
+    explicit, fused = (llm.KERNELS[kind][1](q, q, mx.arange(7, 10))[0] for kind in ("explicit", "fused"))
+    assert off(explicit, fused) < 1e-5
+
+
+def test_a_small_top_p_keeps_as_many_as_it_takes():
+    order, probs = llm.nucleus(mx.zeros(100_000), 1.0, 5e-4)
+    assert mx.sum(probs > 0).item() in (50, 51)
+
+
+def test_a_character_that_began_in_the_prompt_is_not_shown_again(tiny, monkeypatch):
+    monkeypatch.setattr(llm, "tok", byte_tokenizer())
+    sampled = iter(llm.tok.encode("ab").ids)
+    monkeypatch.setattr(llm, "sample", lambda *rest: mx.array(next(sampled)))
+    ids = llm.tok.encode("日").ids
+    assert "".join(llm.stream(ids, fresh(), 0, 2)) == "ab"
+
+
+def test_a_chat_gets_no_token_but_those_of_its_template(tiny, monkeypatch):
+    from tokenizers import processors
+    other = byte_tokenizer()
+    other.post_processor = processors.TemplateProcessing(single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", 256)])
+    monkeypatch.setattr(llm, "tok", other)
+    assert llm.turn_ids("user", "x") == [257, *llm.ids_of("user\nx"), 258, *llm.ids_of("\n")]
+    assert 256 not in llm.turn_ids("user", "x")
+
+
+def test_typed_lines_are_taken_as_they_are(monkeypatch):
+    import io
+    monkeypatch.setattr(sys, "stdin", io.StringIO("  x \n\n \ny\n"))
+    assert list(llm.typed_lines()) == ["  x ", "y"]
+
+
+def test_trace_needs_room_for_the_token_that_it_adds(tiny):
+    ids = llm.encode("The")
+    monkeypatch_max, llm.MAX_POSITIONS = llm.MAX_POSITIONS, len(ids) + 1
+    try:
+        with pytest.raises(ValueError, match="context"):
+            llm.trace("The")
+    finally:
+        llm.MAX_POSITIONS = monkeypatch_max
+
+
+def test_the_model_beside_the_file_comes_before_that_in_the_current_folder(tmp_path, monkeypatch):
+    for place in ("file", "here"):
+        (tmp_path / place / "Qwen3-0.6B").mkdir(parents=True)
+        (tmp_path / place / "Qwen3-0.6B/model.safetensors").touch()
+    monkeypatch.setattr(llm, "HERE", tmp_path / "file")
+    monkeypatch.chdir(tmp_path / "here")
+    assert llm.find_model() == tmp_path / "file/Qwen3-0.6B"
+    (tmp_path / "file/Qwen3-0.6B/model.safetensors").unlink()
+    assert llm.find_model().resolve() == tmp_path / "here/Qwen3-0.6B"
+
+
+def test_the_largest_seed_an_empty_chat_and_a_folder_named_by_a_dot(tiny, monkeypatch, capsys):
+    monkeypatch.setattr(sys.stdout, "reconfigure", lambda **k: None, raising=False)
+    monkeypatch.chdir(tiny)
+    monkeypatch.setattr(sys, "argv", ["x", "--model", ".", "--max-tokens", "1", "--seed", str(2**64 - 1)])
+    llm.main()
+    assert capsys.readouterr().out.startswith("Model:  tiny-qwen3 ")
+    monkeypatch.setattr(sys, "argv", ["x", "--model", ".", "--chat", " "])
+    with pytest.raises(ValueError, match="the prompt is empty"):
+        llm.main()
+
+
+def test_a_head_that_is_not_given_is_rounded_down(tmp_path):
+    folder = make_checkpoint(tmp_path / "m", "llama_no_head_dim", hidden_size=50)
+    llm.load_model(folder)
+    assert llm.D_HEAD == 8
+
+
+@pytest.mark.parametrize("fields, theta", [
+    ({"rope_theta": 1e6, "rope_parameters": {"rope_type": "default", "rope_theta": None}}, 1e6),
+    ({"rope_scaling": {"rope_type": "default", "rope_theta": 500.0},
+      "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}, 500.0)])
+def test_of_two_thetas_it_is_the_one_that_transformers_takes(tmp_path, folder_of, fields, theta):
+    folder = shutil.copytree(folder_of("tied"), tmp_path / "copy")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | fields))
+    llm.load_model(folder)
+    assert llm.THETA == theta
 
 
 def test_fused_is_fused():

@@ -95,7 +95,9 @@ OTHER_MODELS = {
     "num_local_experts": [8],
     "sliding_window": [4096, 640, "full"],              # without use_sliding_window it is meant
     "use_sliding_window": [True, "no", [False]],
-    "layer_types": [["full_attention", "sliding_attention"], ["linear_attention"] * 3, "full", [None]],
+    "layer_types": [["full_attention", "sliding_attention"], ["linear_attention"] * 3, "full", [None], True],
+    "is_causal": [False],
+    "rope_traditional": [True],
     "quantization_config": [{"quant_method": "gptq", "bits": 4}, {"quant_method": "fp8"}, "int8"],
     "partial_rotary_factor": [0.5, 2, "1"],
     "rope_interleaved": [True],
@@ -271,7 +273,7 @@ def test_a_missing_tensor_is_named(folder, name):
 
 @pytest.mark.parametrize("name", [
     "extra", "model.layers.3.mlp.up_proj.weight", "model.layers.0.self_attn.q_proj.bias",
-    "model.layers.0.mlp.gate.weight", "model.layers.0.self_attn.q_proj.scales"])
+    "model.layers.0.mlp.gate.weight", "model.layers.0.self_attn.q_proj.scales", "x.inv_freq.weight"])
 def test_an_extra_tensor_is_named(folder, name):
     assert refused(store(folder, {name: mx.zeros((64, 48))}), name)
 
@@ -295,6 +297,25 @@ def test_a_type_of_float_that_the_program_does_not_compute_in_is_refused(folder,
     header["model.norm.weight"] |= {"dtype": dtype, "data_offsets": [len(data), len(data) + 48 * size]}
     (folder / WEIGHTS).write_bytes(fuzz.join(header, data + bytes(48 * size)))
     assert refused(folder)
+
+
+def test_tensors_that_overlap_or_leave_gaps_are_refused(folder):
+    """Python's safetensors refuses such files; what they hold would depend on who reads them."""
+    header, data = fuzz.split((folder / WEIGHTS).read_bytes())
+    shifted, twice = json.loads(json.dumps(header)), json.loads(json.dumps(header))
+    shifted[Q_PROJ]["data_offsets"] = [offset + 4 for offset in header[Q_PROJ]["data_offsets"]]
+    twice[Q_PROJ]["data_offsets"] = header["model.layers.2.self_attn.q_proj.weight"]["data_offsets"]
+    for broken in (fuzz.join(shifted, data), fuzz.join(twice, data), fuzz.join(header, data + bytes(4))):
+        (folder / WEIGHTS).write_bytes(broken)
+        assert refused(folder, WEIGHTS, "overlap")
+
+
+def test_an_index_that_names_no_file_of_weights_is_refused(shards):
+    """MLX reads .npz files, too."""
+    mx.savez(str(shards / "good.npz"), **mx.load(str(shards / "model-00001-of-00003.safetensors")))
+    index = json.loads((shards / "model.safetensors.index.json").read_text())["weight_map"]
+    weight_map = {k: v.replace("model-00001-of-00003.safetensors", "good.npz") for k, v in index.items()}
+    assert refused(configure(shards, "model.safetensors.index.json", weight_map=weight_map), "good.npz")
 
 
 def test_quantised_tensors_without_a_word_of_it_in_config_json_are_refused(folder):
@@ -327,6 +348,12 @@ def test_a_tokenizer_that_adds_an_id_without_a_row_is_refused(folder, row):
     """The id is not in the vocabulary, but in the template that every text is put into."""
     configure(folder, "tokenizer.json", post_processor=fuzz.ROBERTA | {"sep": ["</s>", row]})
     assert refused(folder, "tokenizer.json")
+
+
+def test_the_largest_id_counts_and_not_the_number_of_tokens(folder):
+    from tokenizers import Tokenizer, models
+    Tokenizer(models.BPE(vocab={"a": 0, "b": 400}, merges=[])).save(str(folder / "tokenizer.json"))
+    assert refused(folder, "401 tokens", 272)
 
 
 def test_a_tokenizer_that_makes_its_library_panic_is_refused(folder):
