@@ -517,12 +517,15 @@ def test_a_tokenizer_that_can_t_read_the_prompt_is_one_line(folder):
     assert one_line(start("--model", folder, "日本"), "UNK")
 
 
-@pytest.mark.parametrize("closed, prompt", [("<&-", "-"), (">&-", "Hi")])
-def test_a_stream_that_is_closed_from_the_start_is_one_line(folder, closed, prompt):
-    command = [sys.executable, ROOT / "llm_inference.py", prompt, "--model", folder]
-    process = subprocess.Popen(["sh", "-c", f'exec "$@" {closed}', "sh", *command], stdin=subprocess.PIPE,
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-"])
+def test_a_stream_that_is_closed_from_the_start_is_one_line(folder, closed):
+    """Without stderr it stands on stdout."""
+    command = [sys.executable, ROOT / "llm_inference.py", "Hi", "--model", folder]
+    process = subprocess.Popen(["sh", "-c", f'exec "$@" {closed}', "sh", *command], stdin=subprocess.DEVNULL,
                                stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    assert one_line(process, stdin=b"Hi")
+    status, out, err = end(process)
+    said = "llm_inference.py: stdin, stdout or stderr is closed\n"
+    assert (status, out.decode(), err) == ((1, said, "") if closed == "2>&-" else (1, "", said))
 
 
 def test_a_reader_that_has_seen_enough_ends_it(long):
