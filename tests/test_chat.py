@@ -296,6 +296,7 @@ class Terminal:
         raise AssertionError("it does not end")
 
 
+@pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")    # the child calls exec at once
 def test_at_a_terminal_one_talks_sees_thoughts_dimmed_and_leaves_with_ctrl_d():
     terminal = Terminal("--max-tokens", "30", "--think")
     terminal.until("> $")
@@ -308,6 +309,7 @@ def test_at_a_terminal_one_talks_sees_thoughts_dimmed_and_leaves_with_ctrl_d():
     assert terminal.status_after("\x04") == 0
 
 
+@pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")    # the child calls exec at once
 def test_ctrl_c_stops_an_answer_and_at_the_prompt_the_program():
     """At this temperature any token follows, so that the answer would be long."""
     terminal = Terminal("--max-tokens", "400", "--temperature", "9", "--top-p", "1", "--seed", "1", NO_COLOR="1")
