@@ -10,7 +10,7 @@
                 +------------------------ step 9: once more, for the next token ---------------------------+
 
 Read it from top to bottom: loading the weights (a first reading may skip that), Steps 1 to 9, what goes
-beyond them (kernels, chat, a look inside), the command line. A function stands below all it needs. Shapes
+beyond them (kernels, chat, two looks inside), the command line. A function stands below all it needs. Shapes
 are written (rows, columns), and (16, n, 128) is 16 such matrices; n is the number of new tokens; the numbers
 in comments are Qwen3-0.6B's. MLX is lazy: an expression notes what is to be computed, and the work is done
 when a value is asked for.
@@ -181,9 +181,9 @@ def read_weights(folder):
     for file in files:
         try:
             stored |= mx.load(str(folder / file), format="safetensors")
-            with open(folder / file, "rb") as opened:
+            with open(folder / file, "rb") as opened:           # whose header has each tensor's place
                 header = json.loads(opened.read(int.from_bytes(opened.read(8), "little")))
-                size = -opened.tell() + opened.seek(0, 2)
+                size = (folder / file).stat().st_size - opened.tell()
             spans = sorted(entry["data_offsets"] for name, entry in header.items() if name != "__metadata__")
             if [begin for begin, _ in spans] + [size] != [0] + [end for _, end in spans]:
                 raise ValueError("its tensors leave gaps or overlap")
@@ -666,12 +666,9 @@ def chat(questions, system=None, think=False, max_tokens=1000, temperature=0.0, 
         said = said + turn_ids("assistant", answer.split("</think>")[-1].lstrip("\n"))
 
 
-# ==== Beyond the article: see inside, with --explain and --trace ============================================
-# A step's function, and a regex for the names of what it reads for a token: "" matches all of W, "-" nothing
-STEPS = {"2 embed": "embed", "3 rms_norm": "norm", "4 apply_rope": "-", "5 attention": "self_attn",
-         "6 ffn": "mlp", "7 transformer_block": "layers", "8 linear": "lm_head", "8 forward": "",
-         "8 sample": "-"}
-WATCHED = [step[2:] for step in STEPS] + ["extend_cache", "attend"]
+# ==== Beyond the article: every call of a decode step, with --trace =========================================
+WATCHED = ["embed", "rms_norm", "apply_rope", "extend_cache", "attend", "attention", "ffn",
+           "transformer_block", "linear", "forward", "sample"]
 
 
 def watch(run):
@@ -708,6 +705,13 @@ def trace(prompt):
         labels += [f"layer {a}" for a in args if isinstance(a, int) and name != "forward"]
         dtype = str((result if isinstance(result, mx.array) else result[0]).dtype).removeprefix("mlx.core.")
         print(f"{'  ' * depth}{' '.join([name, *labels])}: {shapes_of(args)} -> {shapes_of(result)} {dtype}")
+
+
+# ==== Beyond the article: the nine steps on your own prompt, with --explain =================================
+# A step's function, and a regex for the names of what it reads for a token: "" matches all of W, "-" nothing
+STEPS = {"2 embed": "embed", "3 rms_norm": "norm", "4 apply_rope": "-", "5 attention": "self_attn",
+         "6 ffn": "mlp", "7 transformer_block": "layers", "8 linear": "lm_head", "8 forward": "",
+         "8 sample": "-"}
 
 
 def spell(token_id):

@@ -1,10 +1,12 @@
 """What the README says is so: its commands print what it shows, its names exist, its figures are counted again."""
 import ast
+import io
 import json
 import os
 import re
 import subprocess
 import sys
+import tokenize
 from pathlib import Path
 
 import llm_inference as llm
@@ -96,9 +98,27 @@ def test_python_versions_and_requirements_are_those_said():
         "mlx", "tokenizers", "cmeel-openblas"}
 
 
+def code_lines(source):
+    """The numbers of the lines with code: not blank, comment or docstring."""
+    no_code = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
+    lines = {line for token in tokenize.generate_tokens(io.StringIO(source).readline) if token.type not in no_code
+             for line in range(token.start[0], token.end[0] + 1)}
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, (ast.Module, ast.FunctionDef)) and ast.get_docstring(node) is not None:
+            lines -= set(range(node.body[0].lineno, node.body[0].end_lineno + 1))
+    return lines
+
+
 def test_the_file_keeps_to_its_size():
-    """The reader's patience: 110 columns."""
+    """The reader's patience: 110 columns, at most 40 lines of code in a function and 70 for all of --explain."""
     assert max(map(len, SOURCE.splitlines())) <= 110
+    code = code_lines(SOURCE)
+    for node in ast.parse(SOURCE).body:
+        if isinstance(node, ast.FunctionDef):
+            assert len(code & set(range(node.lineno, node.end_lineno + 1))) <= 40, node.name
+    banners = [i for i, line in enumerate(SOURCE.splitlines(), 1) if line.startswith("# ==== ")] + [10**6]
+    begin = next(i for i in banners if "--explain" in SOURCE.splitlines()[i - 1])
+    assert len([i for i in code if begin < i < banners[banners.index(begin) + 1]]) <= 70
 
 
 def test_defaults_are_those_said():
