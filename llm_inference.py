@@ -196,8 +196,10 @@ def read_tokenizer(path, rows):
     """A tokenizers.Tokenizer from tokenizer.json. ValueError if it is none, or has ids beyond the rows."""
     try:
         tokenizer = Tokenizer.from_file(str(path))
-        tokenizer.no_truncation()                               # the file may ask for both, for training
+        tokenizer.no_truncation()                               # the file may ask for all three, for training
         tokenizer.no_padding()
+        if hasattr(tokenizer.model, "dropout"):                 # of merges, by chance
+            tokenizer.model.dropout = None
         largest = max([0, *tokenizer.get_vocab().values(), *tokenizer.encode("").ids])
     except BaseException as error:                              # a panic in Rust is no Exception
         raise ValueError(f"{path} can't be read as a tokenizer: {error}") from None

@@ -350,6 +350,15 @@ def test_a_tokenizer_that_adds_an_id_without_a_row_is_refused(folder, row):
     assert refused(folder, "tokenizer.json")
 
 
+def test_a_tokenizer_s_dropout_is_for_training(tiny, tmp_path):
+    """With it "Paris" would be another row of tokens each time."""
+    folder = Path(shutil.copytree(tiny, tmp_path / "copy"))
+    model = json.loads((folder / "tokenizer.json").read_text())["model"]
+    wanted = llm.encode("The capital of France is Paris.")
+    llm.load_model(configure(folder, "tokenizer.json", model=model | {"dropout": 0.5}))
+    assert all(llm.encode("The capital of France is Paris.") == wanted for _ in range(20))
+
+
 def test_the_largest_id_counts_and_not_the_number_of_tokens(folder):
     from tokenizers import Tokenizer, models
     Tokenizer(models.BPE(vocab={"a": 0, "b": 400}, merges=[])).save(str(folder / "tokenizer.json"))
