@@ -128,6 +128,7 @@ def read_config(path):
     kinds = config.get("layer_types")
     if isinstance(kinds, list) and all(kind == "full_attention" for kind in kinds):
         config["layer_types"] = None
+    # A field that is null is left out, as if it were missing; but model_type must be there to be checked
     config = {"model_type": None} | {field: value for field, value in config.items() if value is not None}
     for field, values in SUPPORTED.items():
         if field in config and config[field] not in values:
@@ -710,7 +711,7 @@ def trace(prompt):
 
 
 # ==== Beyond the article: the nine steps on your own prompt, with --explain =================================
-# A step's function, and a regex for the names of what it reads for a token: "" matches all of W, "-" nothing
+# A step's number and function, and a regex for what it reads for a token: "" matches all of W, "-" nothing
 STEPS = {"2 embed": "embed", "3 rms_norm": "norm", "4 apply_rope": "-", "5 attention": "self_attn",
          "6 ffn": "mlp", "7 transformer_block": "layers", "8 linear": "lm_head", "8 forward": "",
          "8 sample": "-"}

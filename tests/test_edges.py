@@ -18,6 +18,14 @@ def normal(seed, *shape, dtype=mx.float32):
     return mx.random.normal(shape, key=mx.random.key(seed)).astype(dtype)
 
 
+def changed(folder, place, *left_out, **fields):
+    """A copy of a checkpoint with some of config.json's fields left out or changed."""
+    folder = shutil.copytree(folder, place / "copy")
+    config = json.loads((folder / "config.json").read_text()) | fields
+    (folder / "config.json").write_text(json.dumps({k: v for k, v in config.items() if k not in left_out}))
+    return folder
+
+
 def off(a, b):
     a, b = a.astype(mx.float32), b.astype(mx.float32)
     return (mx.max(mx.abs(a - b)) / mx.max(mx.abs(b))).item()
@@ -153,11 +161,7 @@ def test_two_tokens_at_once(tiny, kind):
 
 
 def test_a_head_of_its_own_needs_no_word_in_config_json(tmp_path, folder_of):
-    import json, shutil
-    folder = shutil.copytree(folder_of("untied"), tmp_path / "copy")
-    config = json.loads((folder / "config.json").read_text())
-    del config["tie_word_embeddings"]                   # transformers leaves out what is its default
-    (folder / "config.json").write_text(json.dumps(config))
+    folder = changed(folder_of("untied"), tmp_path, "tie_word_embeddings")     # transformers leaves out its default
     llm.load_model(folder)
     stored = mx.load(str(folder / "model.safetensors"))
     assert mx.array_equal(llm.W["lm_head.weight"], stored["lm_head.weight"])
@@ -276,11 +280,7 @@ def test_a_row_of_an_embedding_that_is_not_finite_is_refused_though_no_prompt_us
 
 
 def test_without_a_word_of_it_every_query_head_has_its_own_key_head(tmp_path, folder_of):
-    folder = shutil.copytree(folder_of("as_many_kv_heads"), tmp_path / "copy")
-    config = json.loads((folder / "config.json").read_text())
-    del config["num_key_value_heads"]
-    (folder / "config.json").write_text(json.dumps(config))
-    llm.load_model(folder)
+    llm.load_model(changed(folder_of("as_many_kv_heads"), tmp_path, "num_key_value_heads"))
     assert llm.N_KV == llm.N_HEADS == 4
 
 
@@ -329,14 +329,11 @@ def test_typed_lines_are_taken_as_they_are(monkeypatch):
     assert list(llm.typed_lines()) == ["  x ", "y"]
 
 
-def test_trace_needs_room_for_the_token_that_it_adds(tiny):
+def test_trace_needs_room_for_the_token_that_it_adds(tiny, monkeypatch):
     ids = llm.encode("The")
-    monkeypatch_max, llm.MAX_POSITIONS = llm.MAX_POSITIONS, len(ids) + 1
-    try:
-        with pytest.raises(ValueError, match="context"):
-            llm.trace("The")
-    finally:
-        llm.MAX_POSITIONS = monkeypatch_max
+    monkeypatch.setattr(llm, "MAX_POSITIONS", len(ids) + 1)
+    with pytest.raises(ValueError, match="context"):
+        llm.trace("The")
 
 
 def test_the_model_beside_the_file_comes_before_that_in_the_current_folder(tmp_path, monkeypatch):
@@ -372,10 +369,7 @@ def test_a_head_that_is_not_given_is_rounded_down(tmp_path):
     ({"rope_scaling": {"rope_type": "default", "rope_theta": 500.0},
       "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}, 500.0)])
 def test_of_two_thetas_it_is_the_one_that_transformers_takes(tmp_path, folder_of, fields, theta):
-    folder = shutil.copytree(folder_of("tied"), tmp_path / "copy")
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | fields))
-    llm.load_model(folder)
+    llm.load_model(changed(folder_of("tied"), tmp_path, **fields))
     assert llm.THETA == theta
 
 
@@ -391,11 +385,7 @@ def test_model_safetensors_comes_before_an_index(tmp_path, folder_of):
 
 
 def test_without_a_word_of_it_theta_is_10000(tmp_path, folder_of):
-    folder = shutil.copytree(folder_of("tied"), tmp_path / "copy")
-    config = json.loads((folder / "config.json").read_text())
-    del config["rope_theta"]
-    (folder / "config.json").write_text(json.dumps(config))
-    llm.load_model(folder)
+    llm.load_model(changed(folder_of("tied"), tmp_path, "rope_theta"))
     assert llm.THETA == 10000
 
 

@@ -21,6 +21,7 @@ from checkpoints import byte_tokenizer, make_checkpoint
 ROOT = Path(__file__).resolve().parent.parent
 PROMPT = "The capital of France is"
 FOREIGN = "日本 🦀"
+LIMIT = int(re.search(r"PROMPT, of up to (\d+) tokens,", (ROOT / "README.md").read_text())[1])
 NUMBER = r"-?\d[\d,]*\.?\d*(?:e[+-]\d+)?"
 
 
@@ -286,8 +287,8 @@ def test_a_long_prompt_shows_every_token_and_an_over_long_one_is_refused(folder_
     for step in ("Step 1", "Step 5"):
         for _, rows in find(sections, step):
             assert [numbers(row)[0] for row in rows] == list(range(100))
-    with pytest.raises(ValueError, match="256 tokens: here are 257"):
-        llm.explain("a" * 257)
+    with pytest.raises(ValueError, match=f"{LIMIT} tokens: here are {LIMIT + 1}"):
+        llm.explain("a" * (LIMIT + 1))
     with pytest.raises(ValueError, match="context of 640"):
         llm.explain("a" * 633)
     for watched in (llm.explain, llm.trace):
