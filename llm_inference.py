@@ -2,401 +2,124 @@
 
     python llm_inference.py "The capital of France is"
 
-    text -> tokens --> embedding --> [ transformer block x 28 ] --> norm, head --> logits --> sample --> token
-             step 1     step 2          step 7: norm (3)             step 8                    step 8      |
-                ^                               RoPE (4)                                                   |
-                |                               attention (5)  <--> KV cache                               |
-                |                               feed-forward (6)                                           |
-                +------------------------ step 9: once more, for the next token ---------------------------+
+    text --> token ids --> x, a vector a token --> 28 blocks --> x --> norm, head --> logits --> next token
+         Step 1        Step 2                      Step 7              Step 8                Step 8    |
+           ^                                                                                           |
+           +-------------------------- Step 9: once more, with the next token -------------------------+
 
-Read it from top to bottom: loading the weights (a first reading may skip that), Steps 1 to 9, what goes
-beyond them (kernels, chat, two looks inside), the command line. A function stands below all it needs. Shapes
-are written (rows, columns), and (16, n, 128) is 16 such matrices; n is the number of new tokens; the numbers
-in comments are Qwen3-0.6B's. MLX is lazy: an expression notes what is to be computed, and the work is done
-when a value is asked for.
+    One of the blocks (Step 7): both halves read a normed copy of x, and what they find is added to x.
+
+    x --+--> norm --> attention ------------------> + --+--> norm --> feed-forward --> + --> x
+        |    Step 3   Step 5, with RoPE (Step 4)    ^   |    Step 3   Step 6           ^
+        |             on queries and keys, and a    |   |                              |
+        |             cache of keys and values      |   |                              |
+        +-------------------------------------------+   +------------------------------+
+
+The order is that of a reader's questions: first the model, in nine steps, each formula as it is written on
+paper. Then how the same is computed faster, a conversation, two looks inside, how a checkpoint is loaded and
+what is refused, and last the command line. Python looks a function up when it is called, so a step may use a
+function that stands further below.
+
+Shapes are written (rows, columns), and (16, n, 128) is 16 such matrices; n is the number of new tokens. The
+numbers in comments are Qwen3-0.6B's. The arrays are MLX's, which is lazy: an expression notes what is to be
+computed, and the work is done when a value is asked for.
 """
-import os
-import signal
-
-if __name__ == "__main__":      # Ctrl-C: leave at once and with no traceback, also while the rest is imported
-    signal.signal(signal.SIGINT, lambda *_: os._exit(130))
-
 import argparse
+import codecs
 import contextlib
-import ctypes
 import functools
 import hashlib
+import importlib.util
+import itertools
 import json
 import math
+import os
 import re
 import shutil
 import sys
-import tempfile
-import threading
 import time
 from pathlib import Path
 
+# If one of these is missing: pip install "mlx[cpu]" tokenizers numpy (tokenizers brings tqdm)
+import mlx.core as mx
+from tokenizers import Tokenizer, pre_tokenizers
+from tqdm import tqdm
 
-def load_openblas():
-    """Let OpenBLAS compute MLX's float32 matrix products on a Linux CPU. Returns True if it was found.
+if importlib.util.find_spec("numpy"):   # on a CPU it multiplies faster than MLX; a GPU does without it
+    import numpy as np
 
-    MLX's Linux wheel brings the reference BLAS, which is written to be clear, not fast. A library that was
-    loaded before it with RTLD_GLOBAL answers in its place. PyPI's cmeel-openblas asks for libgfortran.so.5,
-    which a new machine lacks; MLX brings that under another name, so here a copy of it is loaded with the
-    name put right.
-    """
-    folders = [Path(p) for p in sys.path]
-    with contextlib.suppress(OSError):
-        for runtime in [r for f in folders for r in f.glob("mlx_cpu.libs/libgfortran-*")]:
-            ctypes.CDLL(str(runtime))                           # it finds libquadmath, which the copy can't
-            with tempfile.NamedTemporaryFile() as copy:
-                name = b"libgfortran.so.5".ljust(len(runtime.name), b"\0")
-                copy.write(runtime.read_bytes().replace(runtime.name.encode(), name))
-                copy.flush()
-                ctypes.CDLL(copy.name)
-    for library in [f / "cmeel.prefix/lib/libopenblas.so.0" for f in folders] + ["libopenblas.so.0"]:
-        with contextlib.suppress(OSError):
-            ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
-            return True
-    return False
+# ==== The model: weights, a tokenizer and some numbers. load_model, near the end, reads them from files =====
+W: dict[str, mx.array] = {}     # every weight under its Hugging Face name
+tok: Tokenizer                  # turns text into token ids and back
+EOS_IDS = {151645, 151643}      # the tokens that end a text: <|im_end|> and <|endoftext|>
+N_LAYERS = 28                   # transformer blocks
+D_MODEL = 1024                  # numbers that describe one token
+D_FF = 3072                     # numbers inside the feed-forward layer
+N_HEADS = 16                    # query heads
+N_KV = 8                        # key/value heads: each is shared by two query heads
+D_HEAD = 128                    # numbers in a head
+VOCAB = 151936                  # rows of the embedding, at least one for each token
+MAX_POSITIONS = 40960           # the longest text, in tokens
+EPS = 1e-6                      # keeps RMSNorm from dividing by zero
+THETA = 1000000                 # the base of RoPE's angles
 
-
-HAS_OPENBLAS = sys.platform == "linux" and load_openblas()      # before MLX is imported: later is too late
-
-try:
-    import mlx.core as mx
-    from tokenizers import Tokenizer, decoders, pre_tokenizers
-    from tqdm import tqdm                                       # tokenizers brings it
-except ImportError as error:                                    # on Linux also an MLX without its CPU part
-    sys.exit(f'llm_inference.py: {" ".join(str(error).split())}: pip install "mlx[cpu]" tokenizers')
-
-# ==== The model: weights, a tokenizer and some numbers, all filled in by load_model =========================
-W: dict[str, mx.array] = {}     # every weight under its Hugging Face name; if packed, (w, scales, biases)
-tok: Tokenizer                  # text <-> token ids
-EOS_IDS: set[int]               # the tokens that end a text: 151645 and 151643
-PACKING: dict | None            # how quantised matrices are packed: their bits and group_size
-NUMBERS = {                     # more global variables, each with its field in config.json
-    "N_LAYERS": "num_hidden_layers",                # transformer blocks: 28
-    "D_MODEL": "hidden_size",                       # numbers that describe one token: 1024
-    "D_FF": "intermediate_size",                    # numbers inside the feed-forward layer: 3072
-    "N_HEADS": "num_attention_heads",               # query heads: 16
-    "N_KV": "num_key_value_heads",                  # key/value heads, shared by the query heads: 8
-    "D_HEAD": "head_dim",                           # numbers in a head: 128
-    "VOCAB": "vocab_size",                          # rows of the embedding: 151936
-    "MAX_POSITIONS": "max_position_embeddings",     # the longest text, in tokens: 40960
-    "EPS": "rms_norm_eps",                          # keeps RMSNorm from dividing by zero: 1e-06
-    "THETA": "rope_theta",                          # the base of RoPE's angles: 1000000
-}
-
-# MLX's quantised weights: integers of a few bits, and for each group of them in a row a scale and a bias
-QUANTIZED = [{"group_size": group_size, "bits": bits} | mode for group_size in (32, 64, 128)
-             for bits in (2, 3, 4, 5, 6, 8) for mode in ({}, {"mode": "affine"})]
-# What fields of config.json may say, where not null, for this file to compute the checkpoint exactly
-SUPPORTED = {
-    "model_type": ["qwen3", "llama"], "hidden_act": ["silu"], "attention_bias": [False], "mlp_bias": [False],
-    "rope_scaling": [{}], "rope_parameters": [{}], "rope_interleaved": [False], "rope_traditional": [False],
-    "partial_rotary_factor": [1], "use_sliding_window": [False], "sliding_window": [], "layer_types": [],
-    "is_causal": [True], "num_experts": [], "num_local_experts": [], "tie_word_embeddings": [True, False],
-    "quantization": QUANTIZED, "quantization_config": QUANTIZED}
-
-FLOATS = (mx.bfloat16, mx.float16, mx.float32)                  # what weights may be stored and computed in
-
-
-def read_json(path):
-    """The JSON object in a file, as a dict. ValueError names a file that holds none."""
-    try:
-        return dict(json.loads(path.read_bytes()))              # dict: fails for a number, a string or null
-    except (ValueError, TypeError, RecursionError) as error:
-        raise ValueError(f"{path} is not a JSON object ({error})") from None
-
-
-def read_config(path):
-    """config.json, without what asks for nothing special, and its numbers under this file's names.
-
-    ValueError names the first field that is missing, or that asks for something this file would get wrong.
-    """
-    config = read_json(path)
-    plain = {"rope_type": "default", "type": "default", "partial_rotary_factor": 1}
-    for field in ("rope_parameters", "rope_scaling"):           # transformers 5: rope_theta is in the former
-        rope = config.get(field) or {}
-        if isinstance(rope, dict):
-            theta = rope.pop("rope_theta", None)
-            config["rope_theta"] = config.get("rope_theta") if theta is None else theta
-            config[field] = {key: value for key, value in rope.items() if plain.get(key) != value}
-    if config.get("use_sliding_window") is False:
-        config["sliding_window"] = None                         # a width that is written but not used
-    kinds = config.get("layer_types")
-    if isinstance(kinds, list) and all(kind == "full_attention" for kind in kinds):
-        config["layer_types"] = None
-    # A field that is null is left out, as if it were missing; but model_type must be there to be checked
-    config = {"model_type": None} | {field: value for field, value in config.items() if value is not None}
-    for field, values in SUPPORTED.items():
-        if field in config and config[field] not in values:
-            raise ValueError(f"{path}: {field} is {json.dumps(config[field])}, which is not supported")
-
-    config = {"num_key_value_heads": config.get("num_attention_heads"), "rope_theta": 10000} | config
-    numbers = {}
-    for name, field in NUMBERS.items():
-        if name == "D_HEAD":                                    # if it isn't given, D_MODEL is cut into heads
-            config.setdefault(field, numbers["D_MODEL"] // numbers["N_HEADS"])
-        value, kinds = config.get(field), (int, float) if name in ("EPS", "THETA") else (int,)
-        if type(value) not in kinds or not 0 < value < 2**53:
-            raise ValueError(f"{path}: {field} is {json.dumps(value)}, not a positive {kinds[-1].__name__}")
-        numbers[name] = value
-    if numbers["N_HEADS"] % numbers["N_KV"] or numbers["D_HEAD"] % 2:
-        raise ValueError(f"{path}: num_attention_heads {numbers['N_HEADS']} is not a multiple of "
-                         f"num_key_value_heads {numbers['N_KV']}, or head_dim {numbers['D_HEAD']} is odd")
-    return config, numbers
-
-
-def expected_shapes(c, qk_norm, own_head):
-    """{name: shape} of the tensors that a checkpoint with the numbers c must hold, no more and no fewer.
-
-    qk_norm: has every block Qwen3's norms of queries and keys? own_head: is lm_head.weight stored?
-    """
-    d, q, kv = c["D_MODEL"], c["N_HEADS"] * c["D_HEAD"], c["N_KV"] * c["D_HEAD"]
-    block = {
-        "input_layernorm": (d,), "self_attn.q_proj": (q, d), "self_attn.k_proj": (kv, d),
-        "self_attn.v_proj": (kv, d), "self_attn.o_proj": (d, q), "post_attention_layernorm": (d,),
-        "mlp.gate_proj": (c["D_FF"], d), "mlp.up_proj": (c["D_FF"], d), "mlp.down_proj": (d, c["D_FF"])}
-    if qk_norm:
-        block |= {"self_attn.q_norm": (c["D_HEAD"],), "self_attn.k_norm": (c["D_HEAD"],)}
-    shapes = {"model.embed_tokens.weight": (c["VOCAB"], d), "model.norm.weight": (d,)}
-    if own_head:
-        shapes["lm_head.weight"] = (c["VOCAB"], d)
-    for i in range(c["N_LAYERS"]):
-        shapes |= {f"model.layers.{i}.{name}.weight": shape for name, shape in block.items()}
-    return shapes
-
-
-def read_weights(folder):
-    """{name: array} of model.safetensors or the shards in its index. Lazy: so far only headers are read.
-
-    ValueError: a file is cut off, is none of weights, or its tensors don't fill it one after another.
-    """
-    files, index = ["model.safetensors"], folder / "model.safetensors.index.json"
-    if index.exists() and not (folder / files[0]).exists():
-        weight_map = read_json(index).get("weight_map")
-        files = sorted({str(file) for file in weight_map.values()}) if isinstance(weight_map, dict) else []
-    stored = {}
-    for file in files:
-        try:
-            stored |= mx.load(str(folder / file), format="safetensors")
-            with open(folder / file, "rb") as opened:           # whose header has each tensor's place
-                header = json.loads(opened.read(int.from_bytes(opened.read(8), "little")))
-                size = (folder / file).stat().st_size - opened.tell()
-            spans = sorted(entry["data_offsets"] for name, entry in header.items() if name != "__metadata__")
-            if [begin for begin, _ in spans] + [size] != [0] + [end for _, end in spans]:
-                raise ValueError("its tensors leave gaps or overlap")
-        except (RuntimeError, ValueError, TypeError) as error:  # half a download, say, or a Git LFS pointer
-            raise ValueError(f"{folder / file} can't be read as weights: {error}") from None
-    return {name: w for name, w in stored.items() if not name.endswith("rotary_emb.inv_freq")}  # old Llamas'
-
-
-def read_tokenizer(path, rows):
-    """A tokenizers.Tokenizer from tokenizer.json. ValueError if it is none, or has ids beyond the rows."""
-    try:
-        tokenizer = Tokenizer.from_file(str(path))
-        tokenizer.no_truncation()                               # the file may ask for all three, for training
-        tokenizer.no_padding()
-        if hasattr(tokenizer.model, "dropout"):                 # of merges, by chance
-            tokenizer.model.dropout = None
-        largest = max([0, *tokenizer.get_vocab().values(), *tokenizer.encode("").ids])
-    except BaseException as error:                              # a panic in Rust is no Exception
-        raise ValueError(f"{path} can't be read as a tokenizer: {error}") from None
-    if largest >= rows:
-        raise ValueError(f"{path} has {largest + 1} tokens, the embedding only {rows} rows (vocab_size)")
-    return tokenizer
-
-
-def read_eos(config, path):
-    """The set of end tokens in config.json and, if there is one, in generation_config.json."""
-    found = [config.get("eos_token_id"), read_json(path).get("eos_token_id") if path.exists() else None]
-    ids = [i for entry in found for i in (entry if isinstance(entry, list) else [entry]) if i is not None]
-    if not all(type(i) is int for i in ids):
-        raise ValueError(f"{path.parent}: eos_token_id is {json.dumps(ids)}, not token ids")
-    return set(ids)
-
-
-def unpack(folder, stored, packing, bits):
-    """Replace the parts of quantised matrices in stored by their values; return {name: (w, scales, biases)}.
-
-    A value is scale * integer + bias. packing: bits and group_size, or None. bits: quantise the matrices
-    first, or None. ValueError names a matrix that can't be packed so.
-    """
-    packed = {}
-    for name in [name for name in sorted(stored) if name.endswith(".weight")]:
-        parts = [name.replace(".weight", part) for part in (".weight", ".scales", ".biases")]
-        try:
-            if bits and stored[name].ndim == 2:                 # now it is as if it had been stored so
-                stored |= zip(parts, mx.quantize(stored[name], **packing))
-            if packing and parts[1] in stored and parts[2] in stored:
-                w, scales, biases = packed[name] = tuple(stored.pop(part) for part in parts)
-                if scales.shape != biases.shape or scales.dtype not in FLOATS or biases.dtype not in FLOATS:
-                    raise ValueError("its scales and biases are of different shapes, or no floats")
-                stored[name] = mx.dequantize(w, *[x.astype(mx.float32) for x in (scales, biases)], **packing)
-        except ValueError as error:
-            raise ValueError(f"{folder}: {name}: {error}") from None
-    return packed
-
-
-def check_weights(folder, stored, shapes):
-    """ValueError if a tensor is missing, misshapen, too many or of another type."""
-    for name in sorted(shapes.keys() | stored.keys()):
-        found, wanted = getattr(stored.get(name), "shape", "nothing"), shapes.get(name, "nothing")
-        if found != wanted:
-            raise ValueError(f"{folder}: {name}: the weights hold {found}, config.json asks for {wanted}")
-        if stored[name].dtype not in FLOATS:
-            raise ValueError(f"{folder}: {name} is {stored[name].dtype}, which is not supported")
-
-
-def fill_weights(folder, weights):
-    """Move weights into W, computing one at a time. ValueError: they are larger than the memory."""
-    needed = sum(part.nbytes for w in weights.values() for part in (w if isinstance(w, tuple) else (w,)))
-    if needed > os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"):
-        raise ValueError(f"{folder}: the weights take {needed / 1e9:.1f} GB, more memory than there is")
-    W.clear()
-    for name in list(weights):
-        W[name] = weights.pop(name)
-        mx.eval(W[name])                                        # now, so that what was stored can go
-
-
-def load_model(folder, dtype=None, quantize=None):
-    """Fill W, tok and all the other globals from a folder in Hugging Face form, such as Qwen3-0.6B/.
-
-    dtype: what to compute in. None: as stored on a GPU; float32 on a CPU, where bfloat16 products are slow.
-    quantize: the bits, 4 or 8, to which the matrices are rounded; None leaves them as they are. On a GPU they
-    take less memory so; on a CPU the rounded numbers are float32 again, as its packed products are slow.
-    OSError: a file can't be read. ValueError, in one line that names field or tensor: this file would not
-    compute the checkpoint exactly. After either, the model that was loaded before is still whole.
-    """
-    if quantize not in (None, 4, 8) or (dtype or mx.float32) not in FLOATS:
-        raise ValueError(f"quantize is {quantize}, dtype {dtype}: 4, 8 and a type of float are supported")
-    folder, on_gpu = Path(folder), mx.default_device() == mx.gpu
-    config, numbers = read_config(folder / "config.json")
-    eos = read_eos(config, folder / "generation_config.json")
-    tokenizer = read_tokenizer(folder / "tokenizer.json", numbers["VOCAB"])
-    stored = read_weights(folder)
-    if numbers["N_LAYERS"] > len(stored):                       # before a list of so many tensors is made
-        raise ValueError(f"{folder}: num_hidden_layers is {numbers['N_LAYERS']} with {len(stored)} tensors")
-    tied = config.get("tie_word_embeddings", "lm_head.weight" not in stored)
-    for name in [name for name in stored if tied and name.startswith("lm_head.")]:      # stored all the same
-        head, embedding = stored.pop(name), stored.get(name.replace("lm_head", "model.embed_tokens"))
-        if embedding is None or not mx.array_equal(head, embedding):
-            raise ValueError(f"{folder}: tie_word_embeddings is true, but {name} is not the embedding's")
-    packing = {"group_size": 64, "bits": quantize} if quantize else None
-    if as_stored := config.get("quantization") or config.get("quantization_config"):
-        if quantize:
-            raise ValueError(f"{folder} is quantised already, to {as_stored['bits']} bits")
-        packing = QUANTIZED[QUANTIZED.index(as_stored)]         # with 4 where JSON may say 4.0
-    packed = unpack(folder, stored, packing, quantize)
-    check_weights(folder, stored, expected_shapes(numbers, config["model_type"] == "qwen3", not tied))
-    if not tied and not mx.isfinite(stored["model.embed_tokens.weight"]).all():
-        raise ValueError(f"{folder}: model.embed_tokens.weight is not finite")      # tied, the head shows it
-    dtype = dtype or (stored["model.norm.weight"].dtype if on_gpu else mx.float32)
-    weights = {name: w.astype(dtype) for name, w in stored.items()}
-    for name, (w, *rest) in packed.items() if on_gpu else ():   # a CPU is slow with packed ones
-        weights[name] = (w, *[part.astype(dtype) for part in rest])
-    stored = packed = head = embedding = None                   # else these would keep all that is stored
-    fill_weights(folder, weights)
-    W.setdefault("lm_head.weight", W["model.embed_tokens.weight"])      # tied
-    globals().update(numbers, tok=tokenizer, EOS_IDS=eos, PACKING=packing)      # N_LAYERS = 28 and so on
+# W holds model.embed_tokens.weight (151936, 1024), model.norm.weight (1024,), lm_head.weight (151936, 1024),
+# which in Qwen3-0.6B is the embedding again, and for each block, "model.layers.0." to "model.layers.27.":
+#     input_layernorm.weight   (1024,)         post_attention_layernorm.weight (1024,)
+#     self_attn.q_proj.weight  (2048, 1024)    self_attn.q_norm.weight         (128,)
+#     self_attn.k_proj.weight  (1024, 1024)    self_attn.k_norm.weight         (128,)
+#     self_attn.v_proj.weight  (1024, 1024)    mlp.gate_proj.weight            (3072, 1024)
+#     self_attn.o_proj.weight  (1024, 2048)    mlp.up_proj.weight              (3072, 1024)
+#                                              mlp.down_proj.weight            (1024, 3072)
 
 
 # ==== Step 1: tokenization turns text into integers =========================================================
-def check_length(ids, max_tokens):
-    """The ids again. ValueError: there are none, or they and max_tokens new ones exceed the context."""
-    if not ids:
-        raise ValueError("the prompt is empty")
-    if len(ids) + max_tokens > MAX_POSITIONS:
-        raise ValueError(f"the prompt's {len(ids)} tokens and {max_tokens} new ones do not fit in the "
-                         f"context of {MAX_POSITIONS} tokens")
-    return ids
+def encode(prompt):
+    """A text's token ids: "The capital of France is" becomes [785, 6722, 315, 9625, 374].
 
-
-def encode(prompt, max_tokens=0):
-    """A prompt's token ids by byte pair encoding: "The capital of France is" is 785, 6722, 315, 9625, 374.
-
-    ValueError as in check_length.
+    A model computes with numbers, so text is cut into pieces that it has a number for. Byte pair encoding
+    gives frequent words a token of their own and spells rare ones with several; " France", with the space in
+    front, is 9625.
     """
-    return check_length(tok.encode(prompt).ids, max_tokens)
+    return tok.encode(prompt).ids
 
 
 # ==== Step 2: embedding turns integers into vectors =========================================================
 def embed(token_ids):
-    """The row of the embedding matrix for each of n token ids: (n,) -> (n, 1024)."""
-    ids, w = mx.array(token_ids), W["model.embed_tokens.weight"]
-    if isinstance(w, tuple):                                    # packed
-        return mx.dequantize(*[part[ids] for part in w], **PACKING)
-    return w[ids]
+    """The row of the embedding matrix for each of n token ids: (n,) -> (n, 1024).
 
-
-# ==== Tools for Steps 5, 6 and 8: a product with a weight matrix, e^x, and all cores of a CPU ===============
-STREAMS = []                    # on a CPU MLX's queues of work, one for each of up to 8 cores
-if mx.default_device() == mx.cpu:
-    STREAMS = [mx.default_stream(mx.cpu)] + [mx.new_stream(mx.cpu) for _ in range(os.cpu_count() or 1)[1:8]]
-
-
-def in_parallel(compute, *arrays):
-    """compute(*arrays); on a CPU with the arrays' first axis cut into a part for every stream.
-
-    MLX computes all but large matrix products on one core, but each of its streams on a core of its own.
+    An id says nothing about a token; the 1024 numbers, learned in training, say what it has in common with
+    others: tokens that are used alike have rows that point in similar directions.
     """
-    own_thread = threading.current_thread() is threading.main_thread()      # MLX's streams belong to a thread
-    if not STREAMS or not own_thread or max(array.size for array in arrays) < 2**17:
-        return compute(*arrays)                                 # on a GPU, in another thread, or too little
-    length, results = len(arrays[0]), []
-    for i, core in enumerate(STREAMS):
-        start, end = length * i // len(STREAMS), length * (i + 1) // len(STREAMS)
-        if start < end:
-            with mx.stream(core):
-                results.append(compute(*[array[start:end] for array in arrays]))
-    return mx.concatenate(results)
+    return W["model.embed_tokens.weight"][mx.array(token_ids)]
 
 
-def exp(x):
-    """e^x in float32: mx.exp(x) but for rounding, and MLX's power takes less than half the time on a CPU."""
-    return mx.e ** x.astype(mx.float32)
-
-
-def linear(x, name):
-    """x @ w.T for a weight matrix w, which is stored as (out, in): (n, in) -> (n, out).
-
-    For a few rows, as in decode, OpenBLAS first copies the whole matrix, unless it comes in small pieces,
-    which MLX would join again without [None].
-    """
-    w = W[name]
-    if isinstance(w, tuple):                                    # packed: it is unpacked as it is multiplied
-        return mx.quantized_matmul(x, *w, **PACKING)
-    if len(x) > 8 or not STREAMS:
-        return x @ w.T
-    pieces = w.reshape(-1, math.gcd(len(w), 64), w.shape[1])    # (out / 64, 64, in)
-    out = in_parallel(lambda part: part @ x.T[None], pieces)    # (out / 64, 64, n)
-    return out.reshape(-1, len(x)).T
-
-
-# ==== Step 3: RMSNorm brings every vector to the same size ==================================================
+# ==== Step 3: RMSNorm scales every vector to a root mean square of 1 ========================================
 def rms_norm(x, w):
-    """x / sqrt(mean(x^2) + EPS) * w, over the last axis: any shape (..., d), w (d,). Zhang and Sennrich 2019.
+    """x / sqrt(mean(x^2) + EPS) * w, over the last axis: x (..., d), w (d,). Zhang and Sennrich 2019.
 
-    Squares lose digits in 16 bits, so the norm is taken in float32, and rounded back before w multiplies it,
-    as in Hugging Face's code.
+    28 blocks add to x, so its numbers grow. A layer that reads it is spared that: it sees every vector at the
+    same scale, and w, learned, says how much each dimension counts.
     """
-    x32 = x.astype(mx.float32)
-    x32 = x32 * mx.rsqrt(mx.mean(x32 * x32, axis=-1, keepdims=True) + EPS)
-    return x32.astype(x.dtype) * w
+    x32 = x.astype(mx.float32)                                  # squares of 16-bit numbers would lose digits
+    normed = x32 * mx.rsqrt(mx.mean(x32 * x32, axis=-1, keepdims=True) + EPS)
+    return normed.astype(x.dtype) * w                           # rounded first, as in Hugging Face's code
 
 
-# ==== Step 4: RoPE weaves position into the vectors =========================================================
+# ==== Step 4: RoPE weaves position into queries and keys ====================================================
+# In attention (Step 5) each token asks with a query vector q, and is found by its key vector k: the larger
+# their dot product, the more the asking token takes from the other one. A dot product does not know where the
+# two stand in the text. RoPE turns both by angles that grow with their position, and then it does.
 def apply_rope(q, k, positions):
-    """Turn every query and key by angles that grow with its position. Su et al. 2021, "RoFormer".
+    """Turn every query and key by its position's angles. Su et al. 2021, "RoFormer".
 
     q (16, n, 128), k (8, n, 128), positions n integers; the same shapes come back. Dimensions i and i + 64
-    are the coordinates of a point in a plane, which turns by position * THETA^(-i/64) radians. So the dot
-    product of a query and a key depends on what they hold and how far apart they are, not on where they are.
+    are the coordinates of a point in a plane, which turns by THETA^(-i/64) radians a token: pair 0 by 1, pair
+    32 by 0.001. The fast pairs tell neighbours apart, the slow ones distant tokens. Turning q by a and k by b
+    changes their dot product as turning only one by a - b would: it tells the distance, not the place.
     """
     half = D_HEAD // 2
-    freqs = THETA ** (-mx.arange(half, dtype=mx.float32) / half)                # (64,) radians per position
+    freqs = THETA ** (-mx.arange(half, dtype=mx.float32) / half)                # (64,) radians a token
     angles = mx.array(positions, dtype=mx.float32)[:, None] * freqs             # (n, 64)
     cos, sin = mx.cos(angles), mx.sin(angles)                                   # float32, and so is x1 * cos
 
@@ -408,44 +131,55 @@ def apply_rope(q, k, positions):
 
 
 # ==== Step 5: attention with grouped query heads and a KV cache =============================================
+# The only step in which tokens exchange anything. Three matrices make three vectors of each token: a query
+# (what it looks for), a key (what it can be found by) and a value (what it hands over). One vector could not
+# be all three: " is" looks for a country, and does not offer one. 16 heads look for 16 things at once.
+def linear(x, name):
+    """x @ w.T for the weight matrix of that name, which is stored as (out, in): (n, in) -> (n, out)."""
+    return x @ W[name].T
+
+
 def extend_cache(cache, layer_idx, k, v):
     """Add the keys and values of n new tokens, (8, n, 128); return those of all tokens, (8, total, 128).
 
-    A layer's entry is (keys, values, length); the arrays grow by room for 256 tokens. Writing into that room
-    costs the same for every token, where concatenating would copy all that came before it. (MLX writes in
-    place where nobody else holds the array, and copies where somebody does.)
+    A token's key and value never change once they are computed, since it sees nothing that comes after it. So
+    they are kept: 28 layers x (key and value) x 8 heads x 128 = 57,344 numbers a token. Without them every new
+    token would have to compute those of the whole text again.
     """
-    n_kv, n, d_head = k.shape
-    keys, values, length = cache[layer_idx] or (k[:, :0], v[:, :0], 0)
-    total = length + n
-    if total > keys.shape[1]:
-        room = mx.zeros((n_kv, -(-total // 256) * 256 - length, d_head), dtype=k.dtype)
-        keys, values = (mx.concatenate([x[:, :length], room], axis=1) for x in (keys, values))
-    keys = mx.slice_update(keys, k, mx.array([length]), axes=[1])
-    values = mx.slice_update(values, v, mx.array([length]), axes=[1])
-    cache[layer_idx] = (keys, values, total)
-    return keys[:, :total], values[:, :total]
+    if cache[layer_idx] is not None:
+        old_k, old_v = cache[layer_idx]
+        k, v = mx.concatenate([old_k, k], axis=1), mx.concatenate([old_v, v], axis=1)
+    cache[layer_idx] = (k, v)
+    return k, v
 
 
 def attend(q, k, v):
     """softmax(q k^T / sqrt(128)) v, for the last n of all tokens. Vaswani et al. 2017.
 
-    q (16, n, 128), k and v (8, total, 128) -> (16, n, 128). Grouped queries: heads 0 and 1 use key/value head
-    0, heads 2 and 3 use 1, and so on. The rows of such heads become one matrix: no key need be repeated.
+    q (16, n, 128), k and v (8, total, 128) -> (16, n, 128). Softmax turns a row of scores into weights above 0
+    that add up to 1, so what comes out is a weighted mean of values. A dot product of 128 numbers varies
+    sqrt(128) times as much as each product in it; without the division one weight would take nearly all.
+
+    Query heads 0 and 1 share key/value head 0, heads 2 and 3 share head 1, and so on: half the cache for
+    nearly the same quality. Their rows are put into one matrix, so that no key need be repeated:
+
+        q (16, n, 128)   head 0 | head 1 | head 2 | head 3 | ...        each n rows
+                         \\_____________/   \\_____________/
+          (8, 2n, 128)         k[0]              k[1]        ...        each 2n rows
+
+    No token may look at a later one. For n = 3 new tokens on 2 cached ones (x: hidden, its score is -inf):
+
+        new token 2   . . . x x
+        new token 3   . . . . x
+        new token 4   . . . . .
     """
-    (n_heads, n, d_head), (n_kv, total, _) = q.shape, k.shape
+    n, total = q.shape[1], k.shape[1]
+    q = q.reshape(N_KV, -1, D_HEAD)                                             # (8, 2n, 128)
+    scores = (q @ k.transpose(0, 2, 1)).astype(mx.float32) / math.sqrt(D_HEAD)  # (8, 2n, total)
     future = mx.arange(total) > mx.arange(total - n, total)[:, None]            # (n, total)
-    future = mx.tile(future, (n_heads // n_kv, 1))                              # (2n, total): two heads' rows
-
-    def heads(q, k, v):                                                         # some of the key/value heads
-        scores = (q @ k.transpose(0, 2, 1)).astype(mx.float32) * d_head ** -0.5             # (8, 2n, total)
-        if n > 1:                                                               # a single one may look at all
-            scores = mx.where(future, -mx.inf, scores)
-        weights = exp(scores - mx.max(scores, axis=-1, keepdims=True))          # <= 1: it can't overflow
-        weights = weights / mx.sum(weights, axis=-1, keepdims=True)             # softmax: a row adds up to 1
-        return weights.astype(v.dtype) @ v
-
-    return in_parallel(heads, q.reshape(n_kv, -1, d_head), k, v).reshape(n_heads, n, -1)
+    future = mx.tile(future, (N_HEADS // N_KV, 1))                              # (2n, total): two heads' rows
+    weights = mx.softmax(mx.where(future, -mx.inf, scores), axis=-1)            # e^score / sum of all e^score
+    return (weights.astype(v.dtype) @ v).reshape(N_HEADS, n, -1)
 
 
 def attention(x, layer_idx, cache, positions):
@@ -458,7 +192,7 @@ def attention(x, layer_idx, cache, positions):
     q = linear(x, f"{p}.q_proj.weight").reshape(-1, N_HEADS, D_HEAD).transpose(1, 0, 2)     # (16, n, 128)
     k = linear(x, f"{p}.k_proj.weight").reshape(-1, N_KV, D_HEAD).transpose(1, 0, 2)        # (8, n, 128)
     v = linear(x, f"{p}.v_proj.weight").reshape(-1, N_KV, D_HEAD).transpose(1, 0, 2)        # (8, n, 128)
-    if f"{p}.q_norm.weight" in W:                               # QK-norm: Qwen3 has it, Llama has not
+    if f"{p}.q_norm.weight" in W:                               # Qwen3 norms every head here, Llama does not
         q = rms_norm(q, W[f"{p}.q_norm.weight"])
         k = rms_norm(k, W[f"{p}.k_norm.weight"])
     q, k = apply_rope(q, k, positions)
@@ -469,21 +203,31 @@ def attention(x, layer_idx, cache, positions):
 
 
 # ==== Step 6: the SwiGLU feed-forward layer =================================================================
-def ffn(x, layer_idx):
-    """down(SiLU(gate(x)) * up(x)) for every token by itself: (n, 1024) -> (n, 1024). Shazeer 2020.
+def silu(gate):
+    """gate * sigmoid(gate): near 0 for negative numbers, near gate for positive ones; of any shape."""
+    gate32 = gate.astype(mx.float32)
+    return (gate32 * mx.sigmoid(gate32)).astype(gate.dtype)
 
-    SiLU(g) = g * sigmoid(g) decides how much of each of the 3072 numbers in up(x) gets through.
+
+def ffn(x, layer_idx):
+    """down(silu(gate(x)) * up(x)), for every token by itself: (n, 1024) -> (n, 1024). Shazeer 2020.
+
+    What attention has gathered is worked on here, by half of all the weights. The gate decides for each of
+    the 3072 numbers in up(x) whether it counts for this token: a product of two things that depend on x can
+    say "if", which a matrix alone can't.
     """
     p = f"model.layers.{layer_idx}.mlp"
     gate = linear(x, f"{p}.gate_proj.weight")                   # (n, 3072)
     up = linear(x, f"{p}.up_proj.weight")                       # (n, 3072)
-    gate = in_parallel(lambda gate: (gate / (1 + exp(-gate))).astype(x.dtype), gate)    # SiLU, in float32
-    return linear(gate * up, f"{p}.down_proj.weight")
+    return linear(silu(gate) * up, f"{p}.down_proj.weight")     # (n, 1024)
 
 
 # ==== Step 7: the transformer block =========================================================================
 def transformer_block(x, layer_idx, cache, positions):
-    """Attention, then feed-forward; each reads a normed copy of x and adds to x: (n, 1024) -> (n, 1024)."""
+    """Attention, then feed-forward; each reads a normed copy of x and adds to x: (n, 1024) -> (n, 1024).
+
+    To add, and not to replace, keeps what earlier blocks have found: a block need only learn what is missing.
+    """
     p = f"model.layers.{layer_idx}"
     x = x + attention(rms_norm(x, W[f"{p}.input_layernorm.weight"]), layer_idx, cache, positions)
     return x + ffn(rms_norm(x, W[f"{p}.post_attention_layernorm.weight"]), layer_idx)
@@ -508,7 +252,8 @@ def nucleus(logits, temperature, top_p):
     """All token ids, the most likely first, and the probability to draw each: (151936,) both.
 
     It is 0 outside the nucleus, the fewest tokens whose softmax(logits / temperature) adds up to at least
-    top_p, and in proportion to that inside. Holtzman et al. 2019.
+    top_p, and in proportion to that inside. Holtzman et al. 2019: there are so many unlikely tokens that one
+    of them would be drawn now and then, and spoil all that follows.
     """
     logits = logits.astype(mx.float32)
     temperature, top_p = max(temperature, 1e-30), max(top_p, 1e-30)     # float32 makes 0 of smaller ones
@@ -529,54 +274,66 @@ def sample(logits, temperature=0.0, top_p=0.95):
     if temperature == 0:
         return mx.argmax(logits)
     order, probs = nucleus(logits, temperature, top_p)
-    return order[mx.random.categorical(mx.log(probs))]
+    return order[mx.random.categorical(mx.log(probs))]          # it takes logarithms, -inf for 0
 
 
 # ==== Step 9: the generation loop, prefill and then decode ==================================================
-def prefill(ids, cache, start_pos=0):
-    """Run n tokens through the model, 256 at a time: fills the cache, returns the last logits (1, 151936).
+def next_tokens(ids, cache, start_pos=0, temperature=0.0, top_p=0.95):
+    """Yield the tokens that the model adds to ids, one after another, until an end token comes.
 
-    In pieces the scores of the masked future are mostly not computed, and their memory is bounded. The logits
-    of all pieces but the last are never asked for, so MLX never computes them.
+    ids follow start_pos tokens in the cache. The first pass, prefill, takes them all at once; after that,
+    decode, every pass takes one token, and finds the rest in the cache. With each token comes the largest of
+    the logits that it was chosen from, so that whoever shows the text can see if they are numbers at all.
     """
-    for i in tqdm(range(0, len(ids), 256), desc="prefill", delay=1, leave=False, disable=None):
-        logits = forward(ids[i:i + 256], cache, start_pos + i, last_only=True)
-        mx.eval(cache)
-        mx.clear_cache()                                        # MLX's, of freed memory, not the KV cache
-    if not mx.isfinite(logits).all():
-        bad = [name for name, w in W.items() for part in (w[1:] if isinstance(w, tuple) else (w,))
-               if not mx.isfinite(part).all()]
-        raise ValueError(f"the logits are not finite; neither is {bad[0] if bad else 'a step on the way'}")
-    return logits
-
-
-def stream(ids, cache, start_pos=0, max_tokens=100, temperature=0.0, top_p=0.95):
-    """Yield the text of each token that the model adds to ids, which follow start_pos tokens in the cache.
-
-    The text is "" where a token ends inside a character. Ends after max_tokens, or at an end token, which is
-    not shown. On a GPU the next step is queued before a token is read, so that it need not wait for Python.
-    """
-    text = decoders.DecodeStream(ids, skip_special_tokens=True)     # holds a character back until it is whole
-    upcoming = sample(prefill(ids, cache, start_pos)[-1], temperature, top_p)
-    first_pos, end_pos = start_pos + len(ids), start_pos + len(ids) + max_tokens
-    for pos in range(first_pos, end_pos):
-        token = upcoming
-        if pos + 1 < end_pos:                                   # queue the next step first
-            upcoming = sample(forward(token[None], cache, pos)[-1], temperature, top_p)
-            if not STREAMS:                                     # a GPU begins now; a CPU when it is asked for
-                mx.async_eval(upcoming)
-        if token.item() in EOS_IDS:
-            return
-        yield text.step(tok, token.item()) or ""
+    logits = prefill(ids, cache, start_pos)                     # which is forward, for 256 tokens at a time
+    pos = start_pos + len(ids)
+    while (token := sample(logits[-1], temperature, top_p).item()) not in EOS_IDS:      # choose
+        yield token, mx.max(logits).item()                                              # append
+        logits = forward([token], cache, pos)                                           # score
+        pos += 1
 
 
 def generate(prompt, max_tokens=100, temperature=0.0, top_p=0.95):
-    """The prompt and its continuation, as one text. ValueError as in encode."""
-    ids, cache = encode(prompt, max_tokens), [None] * N_LAYERS
-    return prompt + "".join(stream(ids, cache, 0, max_tokens, temperature, top_p))
+    """The prompt and its continuation by up to max_tokens tokens, as one text. ValueError as in stream."""
+    return prompt + "".join(stream(encode(prompt), [None] * N_LAYERS, 0, max_tokens, temperature, top_p))
 
 
-# ==== Beyond the article: the same maths as single kernels ==================================================
+# ==== The same, faster ======================================================================================
+# Here stand other versions of what Steps 2 to 9 call: the same numbers, but for rounding. use_kernels puts one
+# set of them in place. Each set keeps entries of its own form in the cache (2, 3 or 4 things), so a cache that
+# another set has filled ends in a ValueError and not in wrong numbers.
+def prefill(ids, cache, start_pos=0):
+    """forward for all ids, 256 at a time: fills the cache, returns the last logits (1, 151936).
+
+    In pieces most scores of the masked future are never computed, and the others fit in little memory. On a
+    terminal a bar shows how far it is, if it takes over a second. ValueError: the logits are not finite.
+    """
+    for i in tqdm(range(0, len(ids), 256), desc="prefill", delay=1, leave=False, disable=None):
+        logits = forward(ids[i:i + 256], cache, start_pos + i, last_only=True)
+        mx.eval(logits)
+    check_finite(mx.isfinite(logits).all().item())
+    return logits
+
+
+# ---- "fused", for a GPU: a kernel is one program that the GPU is told to run, and each takes a while to start.
+def fused_embed(token_ids):
+    """embed, also where the matrix is packed: then only the rows that are asked for are unpacked."""
+    ids, w = mx.array(token_ids), W["model.embed_tokens.weight"]
+    if isinstance(w, tuple):
+        w, scales, biases, packing = w
+        return mx.dequantize(w[ids], scales[ids], biases[ids], **packing)
+    return w[ids]
+
+
+def fused_linear(x, name):
+    """linear, also for a packed matrix, which is unpacked as it is multiplied."""
+    w = W[name]
+    if isinstance(w, tuple):
+        w, scales, biases, packing = w
+        return mx.quantized_matmul(x, w, scales, biases, **packing)
+    return x @ w.T
+
+
 def fused_rms_norm(x, w):
     """rms_norm in one kernel."""
     return mx.fast.rms_norm(x, w, EPS)
@@ -588,33 +345,290 @@ def fused_apply_rope(q, k, positions):
     return tuple(mx.fast.rope(x[None], D_HEAD, **options)[0] for x in (q, k))
 
 
+def fused_extend_cache(cache, layer_idx, k, v):
+    """extend_cache with room: an entry is (keys, values, length), and its arrays grow by 256 tokens at a time.
+
+    To write into the room costs the same for every token, where concatenating copies all that came before it.
+    (MLX writes in place where nobody else holds the array, and copies where somebody does.)
+    """
+    keys, values, length = cache[layer_idx] or (k[:, :0], v[:, :0], 0)
+    total = length + k.shape[1]
+    if total > keys.shape[1]:
+        room = mx.zeros((N_KV, -(-total // 256) * 256 - length, D_HEAD), dtype=k.dtype)
+        keys, values = (mx.concatenate([x[:, :length], room], axis=1) for x in (keys, values))
+    keys = mx.slice_update(keys, k, mx.array([length]), axes=[1])
+    values = mx.slice_update(values, v, mx.array([length]), axes=[1])
+    cache[layer_idx] = (keys, values, total)
+    return keys[:, :total], values[:, :total]
+
+
 def fused_attend(q, k, v):
     """attend in one kernel, which never writes the scores to memory ("FlashAttention", Dao et al. 2022)."""
     mask = "causal" if q.shape[1] > 1 else None
     return mx.fast.scaled_dot_product_attention(q[None], k[None], v[None], scale=D_HEAD ** -0.5, mask=mask)[0]
 
 
-KERNELS = {"explicit": (rms_norm, apply_rope, attend),
-           "fused": (fused_rms_norm, fused_apply_rope, fused_attend)}
+def fused_silu(gate):
+    """silu in the type of the weights: in 16 bits it saves two kernels, and costs a rounding."""
+    return gate * mx.sigmoid(gate)
+
+
+def fused_next_tokens(ids, cache, start_pos=0, temperature=0.0, top_p=0.95):
+    """next_tokens, with every pass queued before the token is read that the one before it has chosen.
+
+    So the GPU need not wait for Python. When the text ends, one pass too many has been queued.
+    """
+    logits = prefill(ids, cache, start_pos)
+    for pos in itertools.count(start_pos + len(ids)):
+        token, largest = sample(logits[-1], temperature, top_p), mx.max(logits)
+        mx.async_eval(token, largest)
+        logits = forward(token[None], cache, pos)
+        mx.async_eval(logits)
+        if token.item() in EOS_IDS:
+            return
+        yield token.item(), largest.item()
+
+
+# ---- "numpy", for a CPU: NumPy's own BLAS uses whatever vector instructions the processor has, on all cores,
+# ---- where MLX's Linux wheel has a plain one; and a small operation takes 1 to 2 microseconds, not 20 to 40.
+@mx.custom_function
+def as_logits(logits, weight):
+    """NumPy's logits as an MLX array. Gradients would be lost on the way, so asking for them is an error."""
+    return logits
+
+
+@as_logits.vjp
+def refuse_gradients(*_):
+    raise ValueError('the "numpy" functions have no gradients: call use_kernels("explicit") first')
+
+
+def numpy_embed(token_ids):
+    """embed. np.asarray of an MLX array is a view of it, so W is never copied."""
+    return np.asarray(W["model.embed_tokens.weight"])[np.asarray(token_ids)]
+
+
+def numpy_linear(x, name):
+    """linear. One row is a product with a vector, which reads the matrix once, as fast as memory allows.
+
+    For up to 32 rows w @ x.T is up to a quarter faster than x @ w.T, which copies w into another order first.
+    """
+    x, w = np.asarray(x), np.asarray(W[name])
+    out = (w @ x.T).T if 1 < len(x) <= 32 else x @ w.T
+    return as_logits(mx.array(out), W[name]) if name == "lm_head.weight" else out
+
+
+def numpy_rms_norm(x, w):
+    """rms_norm."""
+    x = np.asarray(x)
+    mean = np.einsum("...i,...i->...", x, x)[..., None] / np.float32(x.shape[-1])
+    return x * (1 / np.sqrt(mean + np.float32(EPS))) * np.asarray(w)
+
+
+def numpy_apply_rope(q, k, positions):
+    """apply_rope."""
+    half = D_HEAD // 2
+    freqs = np.float32(THETA) ** (-np.arange(half, dtype=np.float32) / half)
+    angles = np.asarray(positions, dtype=np.float32)[:, None] * freqs
+    cos, sin = np.cos(angles), np.sin(angles)
+
+    def rotate(x):
+        x1, x2 = x[..., :half], x[..., half:]
+        return np.concatenate([x1 * cos - x2 * sin, x1 * sin + x2 * cos], axis=-1)
+
+    return rotate(np.asarray(q)), rotate(np.asarray(k))
+
+
+def numpy_extend_cache(cache, layer_idx, k, v):
+    """extend_cache with room for 256 more tokens: an entry is (keys, values, length, [tokens written]).
+
+    All entries made of one another share their arrays and the list. If more is written than this entry's
+    length, another text has gone on from here, and what it wrote must stay: the arrays are copied.
+    """
+    keys, values, length, written = cache[layer_idx] or (k[:, :0], v[:, :0], 0, [0])
+    total = length + k.shape[1]
+    if total > keys.shape[1] or length < written[0]:
+        room = np.empty((N_KV, k.shape[1] + 256, D_HEAD), dtype=np.float32)
+        keys, values = (np.concatenate([x[:, :length], room], axis=1) for x in (keys, values))
+        written = [0]
+    keys[:, length:total], values[:, length:total], written[0] = k, v, total
+    cache[layer_idx] = (keys, values, total, written)
+    return keys[:, :total], values[:, :total]
+
+
+def numpy_attend(q, k, v):
+    """attend, one key/value head after another, so that its scores stay in the processor's cache.
+
+    They are computed in place, and the mask touches only the new tokens' columns. The scale is put on q and
+    the sum divided out at the end, since both are smaller than the scores. k @ q.T and not q @ k.T for a
+    single token: BLAS takes half the time for a few columns that it takes for a few rows.
+    """
+    n, total = q.shape[1], k.shape[1]
+    q = np.asarray(q).reshape(N_KV, -1, D_HEAD) * np.float32(D_HEAD ** -0.5)
+    out = np.empty((*q.shape[:2], v.shape[2]), dtype=np.float32)
+    future = np.tile(np.triu(np.full((n, n), -np.inf, dtype=np.float32), 1), (N_HEADS // N_KV, 1))
+    for keys, values, queries, mixed in zip(np.asarray(k), np.asarray(v), q, out):
+        scores = queries @ keys.T if n > 1 else np.ascontiguousarray((keys @ queries.T).T)
+        scores[:, total - n:] += future
+        scores -= scores.max(axis=1, keepdims=True)
+        np.exp(scores, out=scores)
+        np.divide(scores @ values, scores.sum(axis=1, keepdims=True), out=mixed)
+    return out.reshape(N_HEADS, n, -1)
+
+
+def numpy_silu(gate):
+    """silu as gate / (1 + e^-gate). Far below 0 the power is infinite, and the quotient 0, as it should be."""
+    gate = np.asarray(gate)
+    with np.errstate(over="ignore"):
+        return gate / (1 + np.exp(-gate))
+
+
+KINDS = ("explicit", "fused", "numpy")
+KERNELS = {
+    "embed": (embed, fused_embed, numpy_embed),
+    "linear": (linear, fused_linear, numpy_linear),
+    "rms_norm": (rms_norm, fused_rms_norm, numpy_rms_norm),
+    "apply_rope": (apply_rope, fused_apply_rope, numpy_apply_rope),
+    "extend_cache": (extend_cache, fused_extend_cache, numpy_extend_cache),
+    "attend": (attend, fused_attend, numpy_attend),
+    "silu": (silu, fused_silu, numpy_silu),
+    "next_tokens": (next_tokens, fused_next_tokens, next_tokens),
+}
 
 
 def use_kernels(kind):
-    """From now on compute with the "explicit" functions or the "fused" ones. On a CPU these gain nothing."""
-    global rms_norm, apply_rope, attend
-    rms_norm, apply_rope, attend = KERNELS[kind]
+    """From now on compute with the "explicit" functions of the steps, the "fused" or the "numpy" ones.
+
+    NumPy knows neither bfloat16 nor float16: where W is not float32 "numpy" means the explicit ones. For
+    gradients take the explicit ones. ValueError: there is no such set, or it can't compute with what is in W.
+    """
+    global kernels
+    if kind not in KINDS or kind == "numpy" and "np" not in globals():
+        raise ValueError(f"kernels is {kind!r}, not one of {', '.join(KINDS)}, or NumPy is not installed")
+    if kind != "fused" and any(isinstance(w, tuple) for w in W.values()):
+        raise ValueError(f'packed weights need the "fused" functions: load the model again for "{kind}"')
+    kernels = kind                                              # what load_model puts in place again
+    in_float32 = all(w.dtype == mx.float32 for w in W.values() if isinstance(w, mx.array))
+    chosen = KINDS.index("explicit" if kind == "numpy" and not in_float32 else kind)
+    globals().update({name: versions[chosen] for name, versions in KERNELS.items()})
 
 
-use_kernels("fused" if mx.default_device() == mx.gpu else "explicit")
+use_kernels("fused" if mx.default_device() == mx.gpu else "numpy" if "np" in globals() else "explicit")
 
 
-# ==== Beyond the article: a conversation, in Qwen3's chat template ==========================================
+# ==== Text as it appears ====================================================================================
+# Of the 256 bytes, those that tokenizers like Qwen3's don't write as the letter with their number
+UNPRINTABLE = sorted(set(range(256)) - set(map(ord, pre_tokenizers.ByteLevel.alphabet())))
+
+
+def bytes_of(token_id):
+    """The UTF-8 bytes that a token adds to a text, also parts of characters; none for a special token.
+
+    In tokenizers like Llama 2's a byte that is no character is written "<0xE6>". In those like Qwen3's each
+    byte is a letter: the one with its number, or for those in UNPRINTABLE one from chr(256) on.
+    """
+    piece = tok.id_to_token(token_id) or ""
+    # The text that it adds to itself: at the beginning of a text some tokenizers drop its space
+    text = tok.decode([token_id, token_id])[len(tok.decode([token_id])):]
+    if "\ufffd" not in text or "\ufffd" in piece:               # whole characters, and maybe U+FFFD itself
+        return text.encode()
+    if piece.startswith("<0x"):
+        return bytes.fromhex(piece[3:5])
+    return bytes(ord(c) if ord(c) < 256 else UNPRINTABLE[ord(c) - 256] for c in piece)
+
+
+def ends_inside(ids):
+    """Do these tokens end inside a character, which later tokens can complete?"""
+    data = b"".join(map(bytes_of, ids[-8:]))
+    _, used = codecs.utf_8_decode(data, "replace", False)       # it stops before bytes that may go on
+    return len(data[used:].decode(errors="replace")) == 1       # 2: half a surrogate, which nothing completes
+
+
+def boundary(ids, end):
+    """The last position up to end where no character is cut."""
+    while end > 0 and ends_inside(ids[:end]):
+        end -= 1
+    return max(end, 0)
+
+
+def text_pieces(prompt_ids, new_ids):
+    """Yield the text that each new token adds to the prompt's; at the end also what was held back, if not "".
+
+    Joined, the pieces are the text of all tokens without the prompt's. A character that later tokens can
+    complete is held back. A token's text can depend on those before it, so the last 100 or more are decoded
+    together. In tokenizers like Llama 2's a byte that fits nothing turns the bytes before it into U+FFFD:
+    what is shown of them stays, and the text goes on after as many characters.
+    """
+    ids = list(prompt_ids[boundary(prompt_ids, len(prompt_ids) - 100):])
+    base = text = tok.decode(ids)
+    shown = len(tok.decode(ids[:boundary(ids, len(ids))]))      # how many characters of text
+    for token in new_ids:
+        ids.append(token)
+        text, inside = tok.decode(ids), ends_inside(ids)
+        whole = text.rstrip("\ufffd") if inside else text
+        # Of a prompt that ends inside a character, what the new tokens leave as it was is shown already
+        shown = max(shown, len(os.path.commonprefix([base, whole])))
+        yield whole[shown:]
+        shown = max(shown, len(whole))
+        if len(ids) > 200 and not inside:                       # so a token of a long text costs no more
+            ids = ids[boundary(ids, 100):]
+            base = text = tok.decode(ids)
+            shown = len(base)
+    if rest := text[max(shown, len(os.path.commonprefix([base, text]))):]:
+        yield rest
+
+
+def stream(ids, cache, start_pos=0, max_tokens=100, temperature=0.0, top_p=0.95):
+    """Yield the text of each token that the model adds to ids, which follow start_pos tokens in the cache.
+
+    Up to max_tokens pieces, as in text_pieces, and one more if something was held back. ValueError as in
+    check_prompt, or the logits are not finite.
+    """
+    def new_ids():
+        new = next_tokens(ids, cache, start_pos, temperature, top_p)
+        for token, largest in itertools.islice(new, max_tokens):
+            check_finite(math.isfinite(largest))
+            yield token
+
+    check_prompt(ids, start_pos + max_tokens)
+    return text_pieces(ids, new_ids())
+
+
+def check_prompt(ids, max_tokens):
+    """Returns the ids unchanged. ValueError: there are none, they and max_tokens new ones exceed the context,
+    or one is a token that was added to the tokenizer and has no row in the embedding."""
+    if not ids:
+        raise ValueError("the prompt is empty")
+    if len(ids) + max_tokens > MAX_POSITIONS:
+        raise ValueError(f"the prompt's {len(ids)} tokens and {max_tokens} new ones do not fit in the "
+                         f"context of {MAX_POSITIONS} tokens")
+    if max(ids) >= VOCAB:
+        raise ValueError(f"the prompt has the token {tok.id_to_token(max(ids))!r} with the id {max(ids)}, but "
+                         f"the embedding has only {VOCAB} rows")
+    return ids
+
+
+def check_finite(finite):
+    """ValueError, which names the first weight that is not finite, unless finite is true."""
+    if not finite:
+        bad = [name for name, w in W.items() for part in (w[1:3] if isinstance(w, tuple) else (w,))
+               if not mx.isfinite(part).all()]
+        raise ValueError(f"the logits are not finite; neither is {bad[0] if bad else 'a step on the way'}")
+
+
+# ==== A conversation in Qwen3's chat template, with --chat ==================================================
+# The SHA-256 of Qwen3-0.6B's template, and of that of tests/tiny-qwen3, which makes the same of a conversation
+CHAT_FORMS = {"a55ee1b1660128b7098723e0abcd92caa0788061051c62d51cbe87d9cf1974d8",
+              "9f2987732d38039af61231dccba6509f5ae1c9d8b4b2df7b63c335f2ff2bf4dd"}
+
+
 def terminal_code(number):
     """The escape code for plain (0), bold (1) or dim (2) text; empty where nobody wants colour."""
-    return f"\033[{number}m" if sys.stdout.isatty() and "NO_COLOR" not in os.environ else ""
+    wanted = sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+    return f"\033[{number}m" if wanted else ""
 
 
 def ids_of(text, typed=False):
-    """Token ids of a piece of the template, or of text that was typed, where "<|im_end|>" has no meaning."""
+    """Token ids of a part of the template, or of text that was typed, where "<|im_end|>" has no meaning."""
     text.encode()                                               # fails for what is not UTF-8
     tok.encode_special_tokens = typed
     return tok.encode(text, add_special_tokens=False).ids
@@ -626,51 +640,83 @@ def turn_ids(role, text):
 
 
 def typed_lines():
-    """The lines of stdin that are not blank. At a terminal readline edits them."""
-    with contextlib.suppress(ImportError):
+    """The lines of stdin, without the newline at their end. At a terminal readline edits them."""
+    with contextlib.suppress(ImportError):                      # Windows has none
         import readline                                         # noqa: F401  (from now on input uses it)
-    if sys.stdin.isatty():                                      # Ctrl-C stops an answer, not the program
-        signal.signal(signal.SIGINT, signal.default_int_handler)
     with contextlib.suppress(EOFError):
         while True:
-            if (line := input("> " if sys.stdin.isatty() else "")).strip():
-                yield line
+            yield input("> " if sys.stdin.isatty() else "")
+
+
+def question_ids(question):
+    """Token ids of a question's turn. ValueError: it is empty, not UTF-8, or what the template takes as no question."""
+    if not question.strip():
+        raise ValueError("the question is empty")
+    if question.startswith("<tool_response>") and question.endswith("</tool_response>"):
+        raise ValueError("a question that is a whole <tool_response> is a tool's answer to Qwen3's template")
+    return turn_ids("user", question)
 
 
 def chat(questions, system=None, think=False, max_tokens=1000, temperature=0.0, top_p=0.95):
-    """Print an answer to each of the questions, as turns of one conversation.
+    """Print an answer to each of the questions, as turns of one conversation. Returns False if one was refused.
 
     Without think an answer begins with an empty thought, so that the model thinks no more. Thoughts are not
-    kept, as in Qwen3's own template: once an answer is there the cache goes back to the end of the question,
-    and the answer without its thought is run again, in one go, with the next question. So an answer may break
-    off anywhere: Ctrl-C at a terminal stops it, and what was shown stays part of the conversation.
+    kept, as in Qwen3's own template: a copy of the cache is kept at the end of each question, and the answer
+    without its thought is run again, in one go, with the next question. So an answer may break off anywhere:
+    Ctrl-C at a terminal stops it, and what was shown stays part of the conversation.
     """
     if tok.token_to_id("<|im_end|>") not in EOS_IDS:
         raise ValueError("--chat needs a model that ends its turns with <|im_end|>, such as Qwen3-0.6B")
+    if tok.encode("a", add_special_tokens=False).tokens[0][:1] == "\u2581":     # each part would begin a text
+        raise ValueError("--chat needs a tokenizer that does not mark the beginning of a text")
     thought = "" if think or tok.token_to_id("<think>") is None else "<think>\n\n</think>\n\n"
     opening = ids_of(f"<|im_start|>assistant\n{thought}")
-    dim, plain = terminal_code(2), terminal_code(0)              # for thoughts
+    dim, plain, all_well = terminal_code(2), terminal_code(0), True             # dim: for thoughts
     start = [] if system is None else turn_ids("system", system)
-    said, held, cache = start, 0, [None] * N_LAYERS             # tokens, and how many of them the cache holds
+    said, kept, held = start, [None] * N_LAYERS, 0              # tokens, and a cache of the first held of them
     for question in questions:
-        if said != start and len(said + turn_ids("user", question) + opening) + max_tokens > MAX_POSITIONS:
+        try:
+            turn = question_ids(question)
+            fits = len(said + turn + opening) + max_tokens <= MAX_POSITIONS
+            check_prompt((said if fits else start) + turn + opening, max_tokens)
+        except ValueError as error:
+            print(one_line(error), file=sys.stderr)
+            all_well = False
+            continue
+        if not fits:
             print(f"(The context of {MAX_POSITIONS} tokens is full: a new chat begins.)", file=sys.stderr)
-            said, held, cache = start, 0, [None] * N_LAYERS
-        said = said + turn_ids("user", question)
-        new, answer = check_length(said + opening, max_tokens)[held:], ""
-        with contextlib.suppress(KeyboardInterrupt):
-            for piece in stream(new, cache, held, max_tokens, temperature, top_p):
+            said, kept, held = start, [None] * N_LAYERS, 0
+        said, cache, answer = said + turn, list(kept), ""
+        try:
+            prefill(said[held:], cache, held)
+            kept, held = list(cache), len(said)
+            for piece in stream(opening, cache, held, max_tokens, temperature, top_p):
                 answer += piece
                 piece = piece.replace("<think>", dim + "<think>").replace("</think>", "</think>" + plain)
                 print(piece, end="", flush=True)
-        print(plain)
-        held = min(len(said), cache[-1][2] if cache[-1] else 0)  # without the answer; Ctrl-C leaves less
-        cache = [entry and (*entry[:2], held) for entry in cache]
-        said = said + turn_ids("assistant", answer.split("</think>")[-1].lstrip("\n"))
+        except KeyboardInterrupt:
+            if isinstance(questions, list) or not sys.stdin.isatty():           # nobody can ask on
+                raise
+        finally:
+            print(plain)
+        if "</think>" in answer:
+            answer = answer.split("</think>")[-1].lstrip("\n")
+        said = said + turn_ids("assistant", answer)
+    return all_well
 
 
-# ==== Beyond the article: every call of a decode step, with --trace =========================================
-WATCHED = ["embed", "rms_norm", "apply_rope", "extend_cache", "attend", "attention", "ffn",
+def warn_of_other_form(folder):
+    """Say on stderr if a folder has a chat template of its own that is not Qwen3-0.6B's."""
+    template, config = folder / "chat_template.jinja", folder / "tokenizer_config.json"
+    text = template.read_text(encoding="utf-8", errors="replace") if template.exists() else (
+        read_json(config).get("chat_template") if config.exists() else None)
+    if text and hashlib.sha256(str(text).encode(errors="replace")).hexdigest() not in CHAT_FORMS:
+        print("This model has a chat template of its own; here the conversation is held in Qwen3-0.6B's form.",
+              file=sys.stderr)
+
+
+# ==== Looking inside: every call of a decode step, with --trace =============================================
+WATCHED = ["embed", "rms_norm", "apply_rope", "extend_cache", "attend", "attention", "silu", "ffn",
            "transformer_block", "linear", "forward", "sample"]
 
 
@@ -695,22 +741,22 @@ def watch(run):
 def shapes_of(values):
     """The shapes of an array, or of the arrays in a tuple, as text."""
     values = values if isinstance(values, tuple) else (values,)
-    return " ".join(str(value.shape) for value in values if isinstance(value, mx.array))
+    return " ".join(str(value.shape) for value in values if hasattr(value, "shape"))
 
 
 def trace(prompt):
     """Print each call of a function in WATCHED in one decode step: weight or layer, shapes in, out, dtype."""
-    ids, cache = encode(prompt, 2), [None] * N_LAYERS
+    ids, cache = check_prompt(encode(prompt), 2), [None] * N_LAYERS
     token = sample(prefill(ids, cache)[-1])
     names = {id(w): name for name, w in W.items()}
     for depth, name, args, result in watch(lambda: sample(forward(token[None], cache, len(ids))[-1])):
         labels = [names.get(id(a), a) for a in args if id(a) in names or isinstance(a, str)]
         labels += [f"layer {a}" for a in args if isinstance(a, int) and name != "forward"]
-        dtype = str((result if isinstance(result, mx.array) else result[0]).dtype).removeprefix("mlx.core.")
+        dtype = str((result[0] if isinstance(result, tuple) else result).dtype).removeprefix("mlx.core.")
         print(f"{'  ' * depth}{' '.join([name, *labels])}: {shapes_of(args)} -> {shapes_of(result)} {dtype}")
 
 
-# ==== Beyond the article: the nine steps on your own prompt, with --explain =================================
+# ==== Looking inside: the nine steps on your own prompt, with --explain =====================================
 # A step's number and function, and a regex for what it reads for a token: "" matches all of W, "-" nothing
 STEPS = {"2 embed": "embed", "3 rms_norm": "norm", "4 apply_rope": "-", "5 attention": "self_attn",
          "6 ffn": "mlp", "7 transformer_block": "layers", "8 linear": "lm_head", "8 forward": "",
@@ -718,26 +764,26 @@ STEPS = {"2 embed": "embed", "3 rms_norm": "norm", "4 apply_rope": "-", "5 atten
 
 
 def spell(token_id):
-    """A token in quotes, so that a space before it shows; as bytes where these are not whole characters.
-
-    In tokenizers like Llama 2's a space is written "\u2581", a byte "<0xE6>". In those like Qwen3's each byte
-    is a letter: the one with its number, or for the bytes without such a letter one from chr(256) on.
-    """
-    piece = tok.id_to_token(token_id) or ""
-    text = piece.replace("\u2581", " ") if "\u2581" in piece else tok.decode([token_id], False)
-    if "\ufffd" in text and "\ufffd" not in piece:
-        rest = sorted(set(range(256)) - set(map(ord, pre_tokenizers.ByteLevel.alphabet())))
-        text = bytes(ord(c) if ord(c) < 256 else rest[ord(c) - 256] for c in piece)
-        text = bytes.fromhex(piece[3:5]) if piece.startswith("<0x") else text
-    return repr(text)[:20]
+    """A token in quotes, so that a space before it shows; as bytes where these are not whole characters."""
+    data = bytes_of(token_id) or (tok.id_to_token(token_id) or "").encode()     # the name of a special token
+    text = data.decode(errors="replace")
+    return repr(text if text.encode() == data else data)[:20]
 
 
-def show(title, rows):
-    """Print a title, bold on a terminal, and rows of cells; a float is a share of 1, and gets a bar."""
-    block = "#" if "\u2588".encode(sys.stdout.encoding or "utf-8", "replace") == b"?" else "\u2588"
-    print(f"\n{terminal_code(1)}{title}{terminal_code(0)}")
-    for row in rows:
-        print(*[f"{block * round(16 * c):16} {c:.4f}" if isinstance(c, float) else f"{c:8}" for c in row])
+def can_print(text):
+    """Does stdout's encoding have these characters?"""
+    return b"?" not in text.encode(sys.stdout.encoding or "utf-8", "replace")
+
+
+def bar(share, width=16):
+    """A bar for a share of 1, and the share in digits."""
+    block = "\u2588" if can_print("\u2588") else "#"
+    return f"{block * round(width * share):{width}} {share:.4f}"
+
+
+def show(title, look, heading, rows):
+    """Print a title, bold on a terminal, what to look for, a heading over the columns, and rows of text."""
+    print(f"\n{terminal_code(1)}{title}{terminal_code(0)}\n{look}", *[heading] * bool(heading), *rows, sep="\n")
 
 
 def show_costs(seen, n, speed):
@@ -754,24 +800,50 @@ def show_costs(seen, n, speed):
     costs = {step: [sum(c) for c in zip((0, 0), *[parts[name] for name in parts if re.search(regex, name)])]
              for step, regex in STEPS.items()}
     (adds, read), (cache_adds, _) = costs["8 forward"], parts["layers: self_attn, cache"]
-    show("Steps 2 to 8: the prompt's shapes in, out; shares of the next token's multiply-adds, bytes read",
-         [(f"{step:19} {shapes_of(args[:2]):29} {shapes_of(result):28} {a / adds:8.2%} {b / read:8.2%}",)
+    show("Steps 2 to 8: the shapes of the prompt's pass, and each step's share of the work for the next token",
+         "Look at how little norm, RoPE and embedding cost: nearly all is products with matrices.",
+         f"{'step':19} {'shapes in':29} {'shapes out':28} {'mul-adds':>8} {'bytes':>8}",
+         [f"{step:19} {shapes_of(args[:2]):29} {shapes_of(result):28} {a / adds:8.2%} {b / read:8.2%}"
           for step, (a, b) in costs.items() for args, result in seen[step[2:]][-1:]])
     stored = {id(w): w for w in W.values()}.values()            # tied: one array under two names
-    show("What the next token costs", [
-        (f"{sum(w.size for w in stored):,} parameters, {sum(w.nbytes for w in stored):,} bytes of weights",),
-        (f"{kv_bytes:,} bytes of KV cache; {kv_bytes * N_HEADS // N_KV:,} if each query head had its own",),
-        (f"{adds - cache_adds:,} multiply-adds with weights, {cache_adds:,} with the cache",),
-        (f"{read:,} bytes read: {speed:.1f} tokens/s ask for {read * speed / 1e9:.2f} GB/s",)])
+    show("What the next token costs", "Look at the last line: a token reads every weight, so memory sets the pace.",
+         "", [
+             f"{sum(w.size for w in stored):,} parameters, {sum(w.nbytes for w in stored):,} bytes of weights",
+             f"{kv_bytes:,} bytes of KV cache; {kv_bytes * N_HEADS // N_KV:,} if each query head had its own",
+             f"{adds - cache_adds:,} multiply-adds with weights, {cache_adds:,} with the cache",
+             f"{read:,} bytes read: {speed:.1f} tokens/s ask for {read * speed / 1e9:.2f} GB/s"])
+
+
+def show_layers(ids, seen):
+    """Print for each layer where the last token looks, and what the model would say if it ended there."""
+    n = len(ids)
+    columns = list(range(n)) if n <= 24 else [*range(4), *range(n - 20, n)]
+    width, shades = 2 if n <= 12 else 1, " \u2581\u2582\u2583\u2584\u2585\u2586\u2587\u2588"
+    line, shades = ("\u2502", shades) if can_print(shades) else ("|", " .:-=+*%#")
+    x = mx.concatenate([mx.array(x[-1:]) for _, x in seen["transformer_block"]])    # (28, 1024)
+    lens = mx.softmax(linear(rms_norm(x, W["model.norm.weight"]), "lm_head.weight").astype(mx.float32), axis=-1)
+    rows = [" " * 9 + line.ljust(width) * column + spell(ids[i]) for column, i in enumerate(columns)]
+    for layer in range(N_LAYERS):
+        (q, k, _), _ = seen["attend"][layer]
+        # value i is 1 in place i and 0 elsewhere, so what comes out are the weights: (16, n)
+        weights = mx.array(attend(q[:, -1:], k, mx.stack([mx.eye(n)] * N_KV)))[:, 0]
+        largest, head = mx.max(weights, axis=0).tolist(), mx.argmax(mx.max(weights, axis=-1)).item()
+        strip = "".join(shades[round(8 * largest[i])] * width for i in columns)
+        said = mx.argmax(lens[layer]).item()
+        rows.append(f"layer {layer:2} {strip} {head:6}  {bar(lens[layer, said].item(), 12)} {spell(said)}")
+    show("Steps 5 and 7: where the last token looks in each layer, and what it would say if the model ended there",
+         "Look at the token that darkens before the answer takes shape; idle heads look at the first token."
+         + f" Of {n} tokens the first 4 and the last 20 are shown." * (n > 24),
+         f"{'the largest weight of any head on:':{9 + width * len(columns)}} most focused head, next token", rows)
 
 
 def explain(prompt):
     """Print what happens to a prompt, step by step.
 
-    ValueError as in encode, for the prompt and 8 tokens more; if it has over 256 tokens, more than a piece of
-    prefill; or if weights are packed, which show_costs can't count.
+    ValueError as in check_prompt, for the prompt and 8 tokens more; if it has over 256 tokens, more than a
+    piece of prefill; or if weights are packed, which show_costs can't count.
     """
-    ids, cache = encode(prompt, 8), [None] * N_LAYERS
+    ids, cache = check_prompt(encode(prompt), 8), [None] * N_LAYERS
     n = len(ids)
     if n > 256 or any(isinstance(w, tuple) for w in W.values()):
         raise ValueError(f"--explain needs weights that are not packed, and up to 256 tokens: here are {n}")
@@ -783,92 +855,359 @@ def explain(prompt):
         times.append(time.perf_counter())
         by_cache.append(forward(longer[-1:], cache, pos)[-1])
 
-    show("Step 1: position; id; text or bytes", [(i, token, spell(token)) for i, token in enumerate(ids)])
+    show("Step 1: the prompt's tokens", "Look at the spaces: they belong to the word that follows.",
+         "position       id  text or bytes", [f"{i:8} {token:8}  {spell(token)}" for i, token in enumerate(ids)])
     show_costs(seen, n, 6 / (times[7] - times[1]))              # the first step may still prepare kernels
 
     turn = [180 / math.pi * THETA ** (-2 * pair / D_HEAD) for pair in (0, D_HEAD // 4, D_HEAD // 2 - 1)]
-    q, k = (mx.repeat(x[:1, -1:].astype(mx.float32), n + 101, axis=1) for x in seen["apply_rope"][-1][0][:2])
-    q, k = apply_rope(q, k, mx.arange(n + 101))                 # one query and one key, at every position
+    q, k = (mx.repeat(mx.array(x)[:1, -1:].astype(mx.float32), n + 101, axis=1)
+            for x in seen["apply_rope"][-1][0][:2])
+    q, k = map(mx.array, apply_rope(q, k, mx.arange(n + 101)))  # one query and one key, at every position
     qk1, qk4 = (mx.sum(q[0, apart:] * k[0, :-apart], axis=-1).tolist() for apart in (1, 4))
-    show("Step 4: position; degrees the first, middle, last pair turn; q @ k 1 apart, 4 apart: constant",
-         [(i, *[f"{i * t:12.6g}" for t in turn], f" {qk1[i]:.3f} {qk4[i]:.3f}") for i in [*range(n), n + 96]])
-
-    for layer in sorted({0, N_LAYERS // 2, N_LAYERS - 1}):
-        (q, k, _), _ = seen["attend"][layer]
-        # value i is 1 in place i and 0 elsewhere, so what comes out are the weights: (16, n)
-        weights = attend(q[:, -1:], k, mx.stack([mx.eye(n)] * N_KV))[:, 0]
-        head = mx.argmax(mx.max(weights, axis=-1)).item()       # the most focused
-        show(f"Step 5: position; where the last token looks in layer {layer}: head {head}; mean of all heads",
-             [(i, weights[head, i].item(), mx.mean(weights[:, i]).item(), spell(ids[i])) for i in range(n)])
-
-    x = mx.concatenate([x[-1:] for _, x in seen["transformer_block"]])      # (28, 1024)
-    lens = linear(rms_norm(x, W["model.norm.weight"]), "lm_head.weight").astype(mx.float32)     # (28, 151936)
-    show("Step 7: block; the most likely next token, if the final norm and the head came right after it",
-         [(i, mx.max(mx.softmax(row)).item(), spell(mx.argmax(row).item())) for i, row in enumerate(lens)])
+    show("Step 4: how far RoPE turns, in degrees, and a query times a key that stand 1 and 4 tokens apart",
+         "Look at the last two columns: they depend on the distance and on nothing else.",
+         "position   first pair  middle pair    last pair   1 apart   4 apart",
+         [f"{i:8} " + " ".join(f"{i * t:12.6g}" for t in turn) + f" {qk1[i]:9.3f} {qk4[i]:9.3f}"
+          for i in [*range(n), n + 96]])
+    show_layers(ids, seen)
 
     (order, probs), (_, kept) = nucleus(by_cache[0], 1, 1), nucleus(by_cache[0], 0.7, 0.95)
-    show(f"Step 8: id; probability; at temperature 0.7 and top-p 0.95, kept: {mx.sum(kept > 0).item()}",
-         [(i, p, q, spell(i)) for i, p, q in zip(*[x[:5].tolist() for x in (order, probs, kept)])])
+    show(f"Step 8: the most likely next tokens; at temperature 0.7, top-p 0.95 keeps {mx.sum(kept > 0).item()}",
+         "Look at how temperature and top-p sharpen the choice.",
+         f"{'id':>8} {'probability':23} {'at 0.7 and 0.95':23} token",
+         [f"{i:8} {bar(p)} {bar(q)} {spell(i)}"
+          for i, p, q in zip(*[x[:5].tolist() for x in (order, probs, kept)])])
 
     again = forward(longer[:-1], [None] * N_LAYERS, 0)[-8:]     # at once, with nothing cached
-    show("Step 9: the next 8 tokens: id by cached decode; recomputed; largest difference of the logits",
-         [(token, mx.argmax(new).item(), f"{mx.max(mx.abs(old - new)).item():10.2e}", spell(token))
+    show("Step 9: the next 8 tokens, decoded from the cache and recomputed without one",
+         "Look at both ids: they must be the same, and the logits may differ by rounding only.",
+         "  cached  recomputed  largest difference of the logits",
+         [f"{token:8} {mx.argmax(new).item():11} {mx.max(mx.abs(old - new)).item():11.2e}  {spell(token)}"
           for token, old, new in zip(longer[n:], by_cache, again)])
+
+
+# ==== Loading a checkpoint ==================================================================================
+FLOATS = (mx.bfloat16, mx.float16, mx.float32)                  # what weights may be stored and computed in
+
+
+def load_model(folder, dtype=None, quantize=None):
+    """Fill W, tok and the constants from a folder in Hugging Face form, such as Qwen3-0.6B/.
+
+    dtype: what to compute in. None: as stored on a GPU; float32 on a CPU, where bfloat16 products are slow.
+    quantize: the bits, 4 or 8, to which the matrices are rounded; None leaves them as they are. On a GPU this
+    saves memory; on a CPU the rounded numbers are float32 again, since its packed products are slow. OSError:
+    a file can't be read. ValueError, in one line that names the field or tensor: this file would not compute
+    the checkpoint exactly. After either, the model that was loaded before is still whole.
+    """
+    if quantize not in (None, 4, 8) or (dtype or mx.float32) not in FLOATS:
+        raise ValueError(f"quantize is {quantize}, dtype {dtype}: 4, 8 and a type of float are supported")
+    folder, as_stored = Path(folder), mx.default_device() == mx.gpu and kernels != "numpy"
+    config, constants = read_config(folder / "config.json")                     # N_LAYERS and so on
+    constants["EOS_IDS"] = read_eos(config, folder / "generation_config.json")
+    constants["tok"] = read_tokenizer(folder / "tokenizer.json", constants["VOCAB"])
+    stored = read_weights(folder)                               # {name: array}; so far only headers are read
+    tied = drop_second_head(folder, config, stored)
+    packed = unpack(folder, config, stored, quantize)
+    check_weights(folder, config, stored, constants, tied)
+    dtype = dtype or (stored["model.norm.weight"].dtype if as_stored else mx.float32)
+    weights = {name: w.astype(dtype) for name, w in stored.items()}
+    for name in packed if as_stored and kernels == "fused" else ():             # they stay as small as they are
+        w, scales, biases, packing = packed[name]
+        weights[name] = (w, scales.astype(dtype), biases.astype(dtype), packing)
+    stored = packed = None                                      # what was stored can go as it is converted
+    evaluate(folder, weights)
+    W.clear()
+    W.update({"lm_head.weight": weights["model.embed_tokens.weight"]} | weights)    # tied: one matrix for both
+    globals().update(constants)
+    use_kernels(kernels)                                        # which of them can run depends on W's type
+
+
+def evaluate(folder, weights):
+    """Read and convert the weights, one at a time. ValueError: they are larger than the memory."""
+    arrays = [part for w in weights.values() for part in (w[:3] if isinstance(w, tuple) else (w,))]
+    needed, memory = sum(array.nbytes for array in arrays), math.inf
+    if hasattr(os, "sysconf"):                                  # Windows does not say how much there is
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if needed > memory:
+        raise ValueError(f"{folder}: the weights take {needed / 1e9:.1f} GB, more memory than there is")
+    for array in arrays:
+        mx.eval(array)
+
+
+# ---- What a checkpoint may say. Everything else is refused, rather than computed wrongly.
+CONSTANTS = {                   # the constants at the top of the file, each with its field in config.json
+    "N_LAYERS": "num_hidden_layers", "D_MODEL": "hidden_size", "D_FF": "intermediate_size",
+    "N_HEADS": "num_attention_heads", "N_KV": "num_key_value_heads", "D_HEAD": "head_dim", "VOCAB": "vocab_size",
+    "MAX_POSITIONS": "max_position_embeddings", "EPS": "rms_norm_eps", "THETA": "rope_theta"}
+# MLX's quantised weights: integers of a few bits, and for each group of them in a row a scale and a bias
+QUANTIZED = [{"group_size": group_size, "bits": bits} | mode for group_size in (32, 64, 128)
+             for bits in (2, 3, 4, 5, 6, 8) for mode in ({}, {"mode": "affine"})]
+# What fields of config.json may say, where not null, for this file to compute the checkpoint exactly
+SUPPORTED = {
+    "model_type": ["qwen3", "llama"], "hidden_act": ["silu"], "attention_bias": [False], "mlp_bias": [False],
+    "rope_scaling": [{}], "rope_parameters": [{}], "rope_interleaved": [False], "rope_traditional": [False],
+    "partial_rotary_factor": [1], "use_sliding_window": [False], "sliding_window": [], "layer_types": [],
+    "is_causal": [True], "num_experts": [], "num_local_experts": [], "tie_word_embeddings": [True, False],
+    "quantization": QUANTIZED, "quantization_config": QUANTIZED}
+
+
+def read_json(path):
+    """The JSON object in a file, as a dict. ValueError names a file that holds none."""
+    try:
+        return dict(json.loads(path.read_bytes()))              # dict: fails for a number, a string or null
+    except (ValueError, TypeError, RecursionError) as error:
+        raise ValueError(f"{path} is not a JSON object ({error})") from None
+
+
+def read_config(path):
+    """config.json, without what asks for nothing special, and {name: value} of the constants.
+
+    ValueError names the first field that is missing, or that asks for something this file would get wrong.
+    """
+    config = read_json(path)
+    plain = {"rope_type": "default", "type": "default", "partial_rotary_factor": 1}
+    for field in ("rope_parameters", "rope_scaling"):           # transformers 5: rope_theta is in the former
+        rope = config.get(field) or {}
+        if isinstance(rope, dict):
+            theta = rope.pop("rope_theta", None)
+            config["rope_theta"] = config.get("rope_theta") if theta is None else theta
+            config[field] = {key: value for key, value in rope.items() if plain.get(key) != value}
+    if config.get("use_sliding_window") is False:
+        config["sliding_window"] = None                         # a width that is written but not used
+    if isinstance(layers := config.get("layer_types"), list) and set(map(str, layers)) <= {"full_attention"}:
+        config["layer_types"] = None
+    for field in ("quantization_config", "quantization"):       # mlx-lm names matrices that are packed otherwise
+        if isinstance(entries := config.get(field), dict):
+            special = {name: entry | {"group_size": entry.get("group_size") or 64} if isinstance(entry, dict)
+                       else entry for name, entry in entries.items() if isinstance(entry, (dict, bool))}
+            wrong = {name: e for name, e in special.items() if not isinstance(e, bool) and e not in QUANTIZED}
+            config[field] = wrong or {key: value for key, value in entries.items() if key not in special} or None
+            config["packings"] = special
+    # A field that is null is left out, as if it were missing; but model_type must be there to be checked
+    config = {"model_type": None} | {field: value for field, value in config.items() if value is not None}
+    for field, values in SUPPORTED.items():
+        if field in config and config[field] not in values:
+            raise ValueError(f"{path}: {field} is {json.dumps(config[field])}, which is not supported")
+    return config, read_constants(path, config)
+
+
+def read_constants(path, config):
+    """{name: value} of the constants, with the defaults that transformers has. ValueError names the field."""
+    config = {"num_key_value_heads": config.get("num_attention_heads"), "rope_theta": 10000} | config
+    constants = {}
+    for name, field in CONSTANTS.items():
+        if name == "D_HEAD":                                    # a Llama's D_MODEL is cut into heads
+            cut = constants["D_MODEL"] // constants["N_HEADS"]
+            config.setdefault(field, 128 if config["model_type"] == "qwen3" else cut)
+        value, types = config.get(field), (int, float) if name in ("EPS", "THETA") else (int,)
+        if type(value) not in types or not 0 < value < 2**53:
+            raise ValueError(f"{path}: {field} is {json.dumps(value)}, not a positive {types[-1].__name__}")
+        constants[name] = value
+    if constants["N_HEADS"] % constants["N_KV"] or constants["D_HEAD"] % 2:
+        raise ValueError(f"{path}: num_attention_heads {constants['N_HEADS']} is not a multiple of "
+                         f"num_key_value_heads {constants['N_KV']}, or head_dim {constants['D_HEAD']} is odd")
+    return constants
+
+
+def read_eos(config, path):
+    """The set of end tokens in config.json and, if there is one, in generation_config.json."""
+    found = [config.get("eos_token_id"), read_json(path).get("eos_token_id") if path.exists() else None]
+    ids = [i for entry in found for i in (entry if isinstance(entry, list) else [entry]) if i is not None]
+    if not all(type(i) is int for i in ids):
+        raise ValueError(f"{path.parent}: eos_token_id is {json.dumps(ids)}, not token ids")
+    return set(ids)
+
+
+def read_tokenizer(path, rows):
+    """A tokenizers.Tokenizer from tokenizer.json. ValueError if it is none, or has ids beyond the rows.
+
+    Tokens that were added to a tokenizer may be beyond: check_prompt refuses a prompt that uses one.
+    """
+    try:
+        tokenizer = Tokenizer.from_file(str(path))
+        tokenizer.no_truncation()                               # the file may ask for all three, for training
+        tokenizer.no_padding()
+        if hasattr(tokenizer.model, "dropout"):                 # leaves out merges at random
+            tokenizer.model.dropout = None
+        largest = max([0, *tokenizer.get_vocab(with_added_tokens=False).values(), *tokenizer.encode("").ids])
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:                              # a Rust panic is not caught by `except Exception`
+        raise ValueError(f"{path} can't be read as a tokenizer: {error}") from None
+    if largest >= rows:
+        raise ValueError(f"{path} has {largest + 1} tokens, the embedding only {rows} rows (vocab_size)")
+    return tokenizer
+
+
+def read_weights(folder):
+    """{name: array} of model.safetensors or the shards in its index. Lazy: so far only headers are read.
+
+    ValueError: a file is cut off, holds no weights, or its tensors don't fill it one after another.
+    """
+    files, index = ["model.safetensors"], folder / "model.safetensors.index.json"
+    if index.exists() and not (folder / files[0]).exists():
+        weight_map = read_json(index).get("weight_map")
+        files = sorted({str(file) for file in weight_map.values()}) if isinstance(weight_map, dict) else []
+    stored = {}
+    for file in files:
+        try:
+            stored |= mx.load(str(folder / file), format="safetensors")
+            with open(folder / file, "rb") as opened:           # its header has each tensor's place
+                header = json.loads(opened.read(int.from_bytes(opened.read(8), "little")))
+                size = (folder / file).stat().st_size - opened.tell()
+            spans = sorted(entry["data_offsets"] for name, entry in header.items() if name != "__metadata__")
+            if [begin for begin, _ in spans] + [size] != [0] + [end for _, end in spans]:
+                raise ValueError("its tensors leave gaps or overlap")
+        except (RuntimeError, ValueError, TypeError) as error:  # half a download, say, or a Git LFS pointer
+            raise ValueError(f"{folder / file} can't be read as weights: {error}") from None
+    if not any(name.startswith("model.") for name in stored):   # transformers saves a model without a head so
+        stored = {name if name.startswith("lm_head.") else f"model.{name}": w for name, w in stored.items()}
+    return {name: w for name, w in stored.items() if not name.endswith("rotary_emb.inv_freq")}  # old Llamas'
+
+
+def drop_second_head(folder, config, stored):
+    """Is the head tied to the embedding? If so, a head that is stored is dropped: it must be the same."""
+    tied = config.get("tie_word_embeddings", "lm_head.weight" not in stored)
+    for name in [name for name in stored if tied and name.startswith("lm_head.")]:
+        head, embedding = stored.pop(name), stored.get(name.replace("lm_head", "model.embed_tokens"))
+        if embedding is None or not mx.array_equal(head, embedding):
+            raise ValueError(f"{folder}: tie_word_embeddings is true, but {name} is not the embedding's")
+    return tied
+
+
+def unpack(folder, config, stored, bits):
+    """Replace the parts of quantised matrices in stored by their values, scale * integer + bias.
+
+    Returns {name: (w, scales, biases, {"group_size", "bits"})}. bits: quantise the matrices first, or None.
+    ValueError names a matrix that can't be packed so.
+    """
+    usual, packed = config.get("quantization") or config.get("quantization_config"), {}
+    if bits and usual:
+        raise ValueError(f"{folder} is quantised already, to {usual['bits']} bits")
+    for name in [name for name in sorted(stored) if name.endswith(".weight")]:
+        parts = [name.replace(".weight", part) for part in (".weight", ".scales", ".biases")]
+        packing = config.get("packings", {}).get(name.removesuffix(".weight"), True)
+        packing = {"group_size": 64, "bits": bits} if bits else usual if packing is True else packing
+        try:
+            if bits and stored[name].ndim == 2:                 # from here on it is as one that was stored packed
+                stored |= zip(parts, mx.quantize(stored[name], **packing))
+            if packing and parts[1] in stored and parts[2] in stored:
+                packing = QUANTIZED[QUANTIZED.index(packing)]   # with 4 where JSON may say 4.0
+                w, scales, biases = (stored.pop(part) for part in parts)
+                if scales.shape != biases.shape or scales.dtype not in FLOATS or biases.dtype not in FLOATS:
+                    raise ValueError("its scales and biases are of different shapes, or no floats")
+                packed[name] = w, scales, biases, packing
+                stored[name] = mx.dequantize(w, *[x.astype(mx.float32) for x in (scales, biases)], **packing)
+        except ValueError as error:
+            raise ValueError(f"{folder}: {name}: {error}") from None
+    return packed
+
+
+def expected_shapes(c, qk_norm, own_head):
+    """{name: shape} of the tensors that a checkpoint with the constants c must hold, no more and no fewer.
+
+    qk_norm: has every block Qwen3's norms of queries and keys? own_head: is lm_head.weight stored?
+    """
+    d, q, kv = c["D_MODEL"], c["N_HEADS"] * c["D_HEAD"], c["N_KV"] * c["D_HEAD"]
+    block = {
+        "input_layernorm": (d,), "self_attn.q_proj": (q, d), "self_attn.k_proj": (kv, d),
+        "self_attn.v_proj": (kv, d), "self_attn.o_proj": (d, q), "post_attention_layernorm": (d,),
+        "mlp.gate_proj": (c["D_FF"], d), "mlp.up_proj": (c["D_FF"], d), "mlp.down_proj": (d, c["D_FF"])}
+    if qk_norm:
+        block |= {"self_attn.q_norm": (c["D_HEAD"],), "self_attn.k_norm": (c["D_HEAD"],)}
+    shapes = {"model.embed_tokens.weight": (c["VOCAB"], d), "model.norm.weight": (d,)}
+    if own_head:
+        shapes["lm_head.weight"] = (c["VOCAB"], d)
+    for i in range(c["N_LAYERS"]):
+        shapes |= {f"model.layers.{i}.{name}.weight": shape for name, shape in block.items()}
+    return shapes
+
+
+def check_weights(folder, config, stored, constants, tied):
+    """ValueError if a tensor is missing, misshapen, too many, of another type, or an embedding not finite."""
+    if constants["N_LAYERS"] > len(stored):                     # before a list of so many tensors is made
+        raise ValueError(f"{folder}: num_hidden_layers is {constants['N_LAYERS']} with {len(stored)} tensors")
+    shapes = expected_shapes(constants, config["model_type"] == "qwen3", not tied)
+    for name in sorted(shapes.keys() | stored.keys()):
+        found, wanted = getattr(stored.get(name), "shape", "nothing"), shapes.get(name, "nothing")
+        if found != wanted:
+            raise ValueError(f"{folder}: {name}: the weights hold {found}, config.json asks for {wanted}")
+        if stored[name].dtype not in FLOATS:
+            raise ValueError(f"{folder}: {name} is {stored[name].dtype}, which is not supported")
+    # If the head is tied, a bad value reaches the logits, and prefill reports it
+    if not tied and not mx.isfinite(stored["model.embed_tokens.weight"]).all():
+        raise ValueError(f"{folder}: model.embed_tokens.weight is not finite")
 
 
 # ==== The command line: find a model, run it, say how fast it was ===========================================
 HERE = Path(__file__).resolve().parent
 REPO, REVISION = "Qwen/Qwen3-0.6B", "c1899de289a04d12100db370d81485cdf75e47ca"
-FILES = {                                                       # each with its SHA-256, where it is known
-    "generation_config.json": None,
-    "config.json": "660db3b73d788119c04535e48cf9be5f55bc3100841a718637ae695b442f27dd",
-    "tokenizer.json": "aeb13307a71acd8fe81861d94ad54ab689df773318809eed3cbe794b4492dae4",
-    "model.safetensors": "f47f71177f32bcd101b7573ec9171e6a57f4f4d31148d38e382306f42996874b",
-}
+FILES = {"generation_config.json": None,                        # each with its SHA-256, where it is known
+         "config.json": "660db3b73d788119c04535e48cf9be5f55bc3100841a718637ae695b442f27dd",
+         "tokenizer.json": "aeb13307a71acd8fe81861d94ad54ab689df773318809eed3cbe794b4492dae4",
+         "model.safetensors": "f47f71177f32bcd101b7573ec9171e6a57f4f4d31148d38e382306f42996874b"}
 
 
-def download(folder):
-    """Fetch Qwen3-0.6B from the Hugging Face Hub into folder, and return that.
+def download(folder, repo=None):
+    """Get a model from the Hugging Face Hub, and return the folder that it is in.
 
-    Or say that the Hub can't be reached, and return the bundled model's. Files appear in the folder only when
-    all are there and right; a download that was cut off goes on later.
+    repo: OWNER/NAME, which comes into the Hub's cache on this machine. By default it is Qwen3-0.6B: its copy
+    in that cache is taken, or else it comes into folder, where files appear only when all are complete and
+    right. If the Hub can't be reached for that, this says so and returns the bundled model's folder.
     """
-    from filelock import FileLock                           # these come with tokenizers, and import slowly
-    from huggingface_hub import HfApi, hf_hub_url
-    from huggingface_hub.file_download import http_get
-    incoming = folder / ".incoming"
-    try:
-        info = HfApi().repo_info(REPO, revision=REVISION, timeout=4, files_metadata=True)
-    except Exception as error:                              # offline, no such host, a proxy that refuses, ...
-        print(f"Qwen3-0.6B is not here and the Hugging Face Hub can't be reached ({type(error).__name__}): "
-              f"the bundled tests/tiny-qwen3 runs.\nTo get the real model by hand, put {', '.join(FILES)} "
-              f"of {REPO} into {folder}", file=sys.stderr)
+    from huggingface_hub import HfApi, hf_hub_download, snapshot_download, try_to_load_from_cache   # slow
+    if repo:                                                    # without a network this takes its cached copy
+        patterns = [*FILES, "tokenizer_config.json", "chat_template.jinja", "model*.safetensors*"]
+        return Path(snapshot_download(repo, allow_patterns=patterns, token=False))
+    # The library wrote this copy and checked each file's size: hashing 1.5 GB in every run would be slow
+    cached = [try_to_load_from_cache(REPO, name, revision=REVISION) for name in FILES]
+    if all(isinstance(path, str) for path in cached):
+        return Path(cached[0]).parent
+    try:                                                        # hf_hub_download would try for 23 seconds
+        HfApi().model_info(REPO, revision=REVISION, timeout=4, token=False)
+    except Exception as error:                                  # offline, no such host, a proxy refuses, ...
+        print(f"Qwen3-0.6B is not here and the Hugging Face Hub can't be reached ({type(error).__name__}: "
+              f"{one_line(error)}): the bundled tests/tiny-qwen3 runs.\nTo get the real model by hand, put "
+              f"{', '.join(FILES)} of {REPO} into {folder}", file=sys.stderr)
         return HERE / "tests/tiny-qwen3"
-    sizes = {file.rfilename: file.size for file in info.siblings}
-    try:
-        incoming.mkdir(parents=True, exist_ok=True)
-        with FileLock(incoming / ".lock", timeout=0):           # only one download at a time
-            for name, sha256 in FILES.items():
-                with open(incoming / name, "ab") as file:       # what is there of it is not fetched again
-                    http_get(hf_hub_url(REPO, name, revision=REVISION), file, resume_size=file.tell(),
-                             expected_size=sizes.get(name), displayed_filename=name)
-                if sha256 and hashlib.sha256((incoming / name).read_bytes()).hexdigest() != sha256:
-                    (incoming / name).unlink()
-                    raise ValueError(f"{name} came with a wrong SHA-256, and is thrown away")
-            for name in FILES:                                  # the weights last: find_model looks for them
-                (incoming / name).replace(folder / name)
-            shutil.rmtree(incoming)
-    except Exception as error:
-        raise ValueError(f"the download of {REPO} failed; run again to go on: {error}") from None
+
+    if (incoming := folder / ".incoming").exists():             # the library locks a file while it fetches it
+        print(f"A download into {folder} began before; if it still runs, this waits for it.", file=sys.stderr)
+    for name, sha256 in FILES.items():                          # no token: the Hub refuses an expired one
+        path = Path(hf_hub_download(REPO, name, revision=REVISION, cache_dir=incoming, token=False))
+        if sha256 and hashlib.sha256(path.read_bytes()).hexdigest() != sha256:
+            path.resolve().unlink()                             # the file itself: path may be a link to it
+            raise ValueError(f"{name} came with a wrong SHA-256, and is thrown away")
+    for name in FILES:                                          # the weights last: find_model looks for them
+        (path.parent / name).resolve().replace(folder / name)
+    shutil.rmtree(incoming, ignore_errors=True)
     return folder
 
 
-def find_model():
-    """Qwen3-0.6B's folder, beside this file, in the current one or downloaded; or the bundled model's."""
-    for folder in (HERE / "Qwen3-0.6B", Path("Qwen3-0.6B")):
-        if any(folder.glob("model*.safetensors")):
-            return folder
-    return download(HERE / "Qwen3-0.6B")
+def find_model(wanted=None):
+    """The folder of a model: Qwen3-0.6B's by default, or wanted, a folder's name or OWNER/NAME on the Hub.
+
+    ValueError: the Hub does not give it, or not as it should be.
+    """
+    places = [HERE / "Qwen3-0.6B", Path("Qwen3-0.6B")]
+    found = [folder for folder in places if any(folder.glob("model*.safetensors"))]
+    if wanted is None and found:
+        return found[0]
+    if wanted is not None and (Path(wanted).exists() or not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", wanted)):
+        return Path(wanted)
+    try:
+        return download(places[0], wanted)
+    except Exception as error:
+        if wanted is None and (places[0] / "model.safetensors").exists():
+            return places[0]                                    # another program that downloads was quicker
+        raise ValueError(f"{wanted or REPO} was not found or downloaded; run again to retry: {error}") from None
+
+
+def one_line(text):
+    """A text or an error as one line of at most 300 characters, in which nothing can steer a terminal."""
+    line = " ".join((str(text) or type(text).__name__).split())
+    line = "".join(c if c.isprintable() else repr(c)[1:-1] for c in line)
+    return line if len(line) <= 300 else f"{line[:297]}..."
 
 
 def parse_arguments():
@@ -879,11 +1218,13 @@ def parse_arguments():
   python llm_inference.py "The capital of France is"
   python llm_inference.py "Once upon a time" --temperature 0.8 --seed 1
   python llm_inference.py - --model tests/tiny-qwen3 < prompt.txt""")
-    parser.error = lambda message: parser.exit(2, f"llm_inference.py: {message} (--help shows the options)\n")
+    parser.error = lambda message: parser.exit(2, f"llm_inference.py: {one_line(message)} (--help shows the "
+                                               "options; a prompt that begins with a dash comes after --)\n")
     add = parser.add_argument
     add("prompt", metavar="PROMPT", nargs="?",
         help='the text to continue, "-" for stdin (default: "The capital of France is")')
-    add("--model", metavar="DIR", help="a checkpoint's folder (default: Qwen3-0.6B, downloaded once)")
+    add("--model", metavar="MODEL",
+        help="a checkpoint's folder, or OWNER/NAME on the Hugging Face Hub (default: Qwen3-0.6B)")
     add("--max-tokens", metavar="N", type=int, help="add up to N tokens (default: 100, or context/4 in chat)")
     add("--temperature", metavar="T", type=float, default=0.0,
         help="0 takes the most likely token, 1 draws by probability (default: %(default)s)")
@@ -891,14 +1232,18 @@ def parse_arguments():
         help="draw from the fewest tokens that have P of the probability (default: %(default)s)")
     add("--seed", metavar="S", type=int, default=time.time_ns(), help="a number that repeats the same draws")
     add("--quantize", metavar="BITS", type=int, choices=(4, 8), help="round the weights to 4 or 8 bits")
-    add("--kernels", choices=KERNELS, help="for norm, RoPE and attention (default: fused on a GPU)")
+    add("--kernels", choices=KINDS, help="the functions that compute (default: fused on a GPU, else numpy)")
     mode = parser.add_mutually_exclusive_group().add_argument
     mode("--chat", action="store_true", help="answer PROMPT, or questions typed one after another")
     add("--system", metavar="TEXT", help="what the model is told before a chat")
     add("--think", action="store_true", help="let the model think before it answers in a chat")
     mode("--explain", action="store_true", help="show what happens to PROMPT in each of the nine steps")
     mode("--trace", action="store_true", help="show each call of the functions in one decode step")
-    args = parser.parse_args()
+    args, others = parser.parse_known_args()
+    if len(others) == 1 and args.prompt is None and others[0][:2] != "--":      # "-5": no option begins so
+        args.prompt, others = others[0], []
+    if others:
+        parser.error(f"unrecognized arguments: {' '.join(others)}")
     sampling_is_valid = 0 <= args.temperature < math.inf and 0 < args.top_p <= 1
     if not sampling_is_valid or args.max_tokens is not None and args.max_tokens < 1:
         parser.error("--max-tokens must be at least 1, --temperature at least 0, --top-p above 0 and up to 1")
@@ -909,57 +1254,88 @@ def parse_arguments():
     return args
 
 
+def read_prompt(args):
+    """The prompt, from stdin if it is "-": but for one newline at its end. ValueError: it is not UTF-8."""
+    prompt = "The capital of France is" if args.prompt is None else args.prompt
+    try:
+        if prompt == "-":
+            prompt = re.sub("\r?\n\\Z", "", sys.stdin.buffer.read().decode())
+        f"{prompt}{args.system}".encode()                   # fails for an argument that is not UTF-8
+    except UnicodeError as error:
+        raise ValueError(f"the prompt or --system is not UTF-8 text: {error}") from None
+    return prompt
+
+
+def complete(name, prompt, max_tokens, temperature, top_p):
+    """Print the prompt with its continuation, each token as it is made, and how long that took."""
+    ids, shown = check_prompt(encode(prompt), max_tokens), f"Output: {prompt}"
+    print(f"Model:  {name}  ({N_LAYERS} layers, {D_MODEL} dim, {N_HEADS} Q heads, {N_KV} KV heads)\n"
+          f"Prompt: {prompt}\n{'-' * 60}", flush=True)
+    times = [time.perf_counter()]                               # the start, and then when each piece came
+    for piece in stream(ids, [None] * N_LAYERS, 0, max_tokens, temperature, top_p):
+        print(shown + piece, end="", flush=True)
+        shown = ""
+        times.append(time.perf_counter())
+    times += [time.perf_counter()] * (len(times) == 1)          # an end token came first
+    n, prefilled, decoded = min(len(times) - 2, max_tokens - 1), times[1] - times[0], times[-1] - times[1]
+    print(f"{shown}\nTime:   {prefilled + decoded:.2f}s  "
+          f"(prefill {len(ids)} tokens: {len(ids) / prefilled:.0f} tokens/s, "
+          f"decode {n} tokens: {n / decoded if n else 0:.0f} tokens/s)", flush=True)
+
+
 def main():
     """Run the program; whatever goes wrong comes out as an exception, which the last lines make one line."""
     args = parse_arguments()
     if None in (sys.stdin, sys.stdout, sys.stderr):
         raise ValueError("stdin, stdout or stderr is closed")
-    prompt = "The capital of France is" if args.prompt is None else args.prompt
-    try:
-        if prompt == "-":
-            prompt = sys.stdin.buffer.read().decode().rstrip("\r\n")
-        f"{prompt}{args.system}".encode()                   # fails for an argument that is not UTF-8
-    except UnicodeError as error:
-        raise ValueError(f"the prompt or --system is not UTF-8 text: {error}") from None
+    prompt = read_prompt(args)
     if args.kernels:
         use_kernels(args.kernels)
-    if sys.platform == "linux" and mx.default_device() == mx.cpu and not HAS_OPENBLAS:
-        print("OpenBLAS was not found, so this will be slow: pip install cmeel-openblas", file=sys.stderr)
-    folder = Path(args.model) if args.model is not None else find_model()
+    if "np" in globals():
+        np.seterr(all="ignore")                                 # this program says itself what is not finite
+    folder = find_model(args.model)
     load_model(folder, quantize=args.quantize)
     mx.random.seed(args.seed)
-    sys.stdout.reconfigure(errors="replace")                    # for a terminal that has no Japanese, say
+    if hasattr(sys.stdout, "reconfigure"):                      # a notebook's has not
+        sys.stdout.reconfigure(errors="replace")                # for a terminal that has no Japanese, say
     max_tokens = args.max_tokens or (MAX_POSITIONS // 4 if args.chat else 100)
     if args.explain or args.trace:
         return explain(prompt) if args.explain else trace(prompt)
     if args.chat:
-        if not prompt.strip():
-            raise ValueError("the prompt is empty")
+        warn_of_other_form(folder)
+        if hasattr(sys.stdin, "reconfigure"):                   # a bad line must not end the others
+            sys.stdin.reconfigure(encoding="utf-8", errors="surrogateescape")
         questions = typed_lines() if args.prompt is None else [prompt]
-        return chat(questions, args.system, args.think, max_tokens, args.temperature, args.top_p)
-    ids = encode(prompt, max_tokens)
+        all_well = chat(questions, args.system, args.think, max_tokens, args.temperature, args.top_p)
+        if not all_well and (args.prompt is not None or not sys.stdin.isatty()):
+            sys.exit(1)
+        return None
+    name = folder.resolve().name
+    if folder.parent.name == "snapshots":                       # models--OWNER--NAME/snapshots/COMMIT
+        name = folder.parts[-3].split("--")[-1]
+    return complete(one_line(name), prompt, max_tokens, args.temperature, args.top_p)
 
-    print(f"Model:  {folder.resolve().name}  ({N_LAYERS} layers, {D_MODEL} dim, {N_HEADS} Q heads, "
-          f"{N_KV} KV heads)\nPrompt: {prompt}\n{'-' * 60}", flush=True)
-    shown, times = f"Output: {prompt}", [time.perf_counter()]     # the start, and then when each token came
-    for piece in stream(ids, [None] * N_LAYERS, 0, max_tokens, args.temperature, args.top_p):
-        print(shown + piece, end="", flush=True)
-        shown = ""
-        times.append(time.perf_counter())
-    times += [time.perf_counter()] * (len(times) == 1)      # an end token came first
-    n, prefilled, decoded = len(times) - 2, times[1] - times[0], times[-1] - times[1]
-    print(f"{shown}\nTime:   {prefilled + decoded:.2f}s  "
-          f"(prefill {len(ids)} tokens: {len(ids) / prefilled:.0f} tokens/s, "
-          f"decode {n} tokens: {n / decoded if n else 0:.0f} tokens/s)", flush=True)
+
+def leave(status, message=""):
+    """End the program. What stdout still holds and can't write is dropped, or Python would report it again."""
+    if message:
+        print(f"llm_inference.py: {message}", file=sys.stderr, flush=True)
+    try:
+        sys.stdout.flush()
+    except (AttributeError, OSError):
+        with contextlib.suppress(AttributeError, OSError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    sys.exit(status)
 
 
 if __name__ == "__main__":
     try:
         main()
     except KeyboardInterrupt:
-        os._exit(130)
+        leave(130)
+    except BrokenPipeError:                                     # | head -1 has seen enough
+        leave(1)
     except SystemExit:
         raise
     except BaseException as error:                              # a panic in tokenizers' Rust is no Exception
-        print("llm_inference.py:", *(str(error) or type(error).__name__).split(), file=sys.stderr, flush=True)
-        os._exit(1)                                         # at once: stdout is not flushed again
+        leave(1, one_line(error))

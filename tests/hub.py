@@ -19,7 +19,10 @@ import llm_inference as llm
 
 
 class Hub(ThreadingHTTPServer):
-    """The model llm.REPO at llm.REVISION, its files a dict {name: bytes}, and what goes wrong."""
+    """The model llm.REPO at llm.REVISION, its files a dict {name: bytes}, and what goes wrong.
+
+    It has no other model, and refuses a request with a token, as the Hub does when the token has expired.
+    """
     daemon_threads = True
     block_on_close = False
     files = {}
@@ -27,8 +30,9 @@ class Hub(ThreadingHTTPServer):
     status = 200                # answer every request with this, and no more where it is not 200
     garbage = False             # answer every request with a page of HTML
     silent = False              # accept, and never answer
+    sizes = True                # tell how large files are
     cut = {}                    # {name: n}: close the connection after n bytes, and answer 503 from then on
-    stall = {}                  # {name: n}: send n bytes, and then nothing more
+    stall = {}                  # {name: n}: send n bytes, and then nothing more until this is emptied
 
     def server_bind(self):
         """HTTPServer's asks for this machine's name too, which can take seconds on a Mac."""
@@ -63,8 +67,10 @@ class Answer(BaseHTTPRequestHandler):
             self.reply(b'{"error": "out of order"}', status=hub.status)
         elif hub.garbage:
             self.reply(b"<html>Please log in to this network</html>", {"Content-Type": "text/html"})
-        elif path == f"{api}/revision/{llm.REVISION}":
-            siblings = [{"rfilename": file, "size": len(data)} for file, data in hub.files.items()]
+        elif "Authorization" in self.headers or path.startswith("/api/") and not path.startswith(f"{api}/"):
+            self.reply(b'{"error": "Invalid username or password."}', status=401)
+        elif path in (f"{api}/revision/{llm.REVISION}", f"{api}/revision/main"):
+            siblings = [{"rfilename": file} for file in hub.files]
             self.reply(json.dumps({"id": llm.REPO, "sha": llm.REVISION, "siblings": siblings}).encode())
         elif path == f"{api}/tree/{llm.REVISION}":
             self.reply(json.dumps([{"type": "file", "path": file, "size": len(data), "oid": "0" * 40}
@@ -79,7 +85,10 @@ class Answer(BaseHTTPRequestHandler):
     def reply(self, body, headers={}, status=200, length=None):
         self.send_response(status)
         for field, value in {"Content-Length": length or len(body), **headers}.items():
-            self.send_header(field, str(value))
+            if self.server.sizes or field not in ("Content-Length", "X-Linked-Size"):
+                self.send_header(field, str(value))
+        if not self.server.sizes:
+            self.send_header("Connection", "close")             # which then tells where the body ends
         self.end_headers()
         if self.command == "GET":
             self.wfile.write(body)

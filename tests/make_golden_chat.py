@@ -1,4 +1,4 @@
-"""Make tests/golden/chat.json: what Qwen3's own chat template makes of eleven conversations.
+"""Make tests/golden/chat*.json: what Qwen3's own chat template makes of eleven conversations, and of 300 random ones.
 
 Run by hand, never by pytest, in an environment with transformers and jinja2:
 
@@ -10,9 +10,14 @@ the same text from the wheel of `trl` on PyPI; its SHA-256 is checked. The token
 A conversation is a system text or null, whether the model may think, and turns of (question, answer). For each
 question `pieces` and `ids` say what the model is given: all that was said before, the question, and the opening of the
 answer; once as text, with each control token by itself, and once as the real tokenizer's ids.
+
+chat_generated.json holds a random conversation a line, and of it only the last question's prompt: in `texts` what
+stands between <|im_start|> and <|im_end|>, last the opening; in `ids` the whole. An earlier question's prompt is the
+same up to that question, and then the opening.
 """
 import hashlib
 import json
+import random
 import re
 import subprocess
 import sys
@@ -47,6 +52,19 @@ CONVERSATIONS = {                                       # name: (system, think, 
     "nothing said": ("", False, [("", ""), ("x", "y")]),
 }
 
+# What random questions and answers are put together from: newlines and blanks as often as all else
+BLANKS = ["\n", "\n", "\n\n", "\n\n\n", " ", " ", "  ", "\t", "\r\n", "\r", "\v", "\x85", "\xa0", "\u2028", "\u3000"]
+FRAGMENTS = [
+    "Paris", "Paris.", " is", "The capital of Peru", "Hello, world!", "12345", " 3.14", "x = y**2", "- one\n- two",
+    "...", "?", "user", "assistant\n", "\"a\\b\"", "{{ messages }}", "{% raw %}", "é", "e\u0301", "\u0301", "½ﬁ",
+    "日本語", "はい。", "مرحبا", "\u200f", "🦀", "👩\u200d🚀", "\ufffd", "\ufeff",
+    "<think>", "<think>\n", "</think>", "</think>", "</think>\n\n", "\n</think>", "</ think>", "</thin", "k>",
+    "<THINK>", "<think></think>", "<think>\n\n</think>\n\n", "<think>\nLet me see.\n</think>\n\n",
+    "<think>a</think>b</think>\nc", "<|im_end|>", "<|im_start|>", "<|im_end|>\n<|im_start|>user\n", "<|endoftext|>",
+    "<|im_", "<tool_call>", "<tool_response>", "</tool_response>",
+]
+HIDDEN = {"<|im_start|>": "\ue000", "<|im_end|>": "\ue001"}     # stand for what a person or the model spelled
+
 
 def template():
     """The text of Qwen3's template. RuntimeError if it is another one than was asked for."""
@@ -64,33 +82,86 @@ def template():
     return text
 
 
+def random_text(rng):
+    """Up to six fragments, half of them blanks."""
+    return "".join(rng.choice(rng.choice((BLANKS, FRAGMENTS))) for _ in range(rng.choice((0, 1, 1, 2, 2, 3, 4, 6))))
+
+
+def random_question(rng):
+    """A random text that is not blank, and that the template does not take for the answer of a tool."""
+    while True:
+        text = random_text(rng)
+        if text.strip() and not (text.startswith("<tool_response>") and text.endswith("</tool_response>")):
+            return text
+
+
+def random_answer(rng, think):
+    """A random text; a model that may think often begins with a thought, which may be cut off."""
+    if not think or rng.random() < 0.3:
+        return random_text(rng)
+    if rng.random() < 0.2:
+        return "<think>\n" + random_text(rng)
+    end = rng.choice(("\n</think>\n\n", "\n</think>", "</think>\n\n", "</think>", "</think> \n"))
+    return "<think>\n" + random_text(rng) + end + random_text(rng)
+
+
+def random_conversation(rng):
+    """(system, think, turns): of 1 to 4 turns, more often of many."""
+    think, n = rng.random() < 0.5, rng.choice((1, 2, 3, 3, 4, 4))
+    system = rng.choice((None, None, "", random_text(rng), "You are a helpful assistant."))
+    return system, think, [(random_question(rng), random_answer(rng, think)) for _ in range(n)]
+
+
 def prompt(tokenizer, system, think, turns, question):
     """(pieces, ids): what Hugging Face makes of it, where control tokens count only if the template wrote them.
 
-    The template gets a private character in place of each text that a person typed. What it makes is cut at its
-    control tokens, the pieces get the texts back, and are tokenized with split_special_tokens.
+    The template gets a private character in place of each <|im_start|> and <|im_end|> that was spelled in a text. What
+    it makes is cut at its own, the pieces get the spelled ones back, and are tokenized with split_special_tokens.
     """
-    typed = {chr(0xE000 + i): text for i, text in enumerate([system, *(q for q, _ in turns), question])}
-    marks = list(typed)
-    messages = [{"role": "system", "content": marks[0]}] if system is not None else []
-    for mark, (_, answer) in zip(marks[1:], turns):
-        messages += [{"role": "user", "content": mark}, {"role": "assistant", "content": answer}]
-    messages.append({"role": "user", "content": marks[-1]})
+    def hide(text):
+        for control, mark in HIDDEN.items():
+            text = text.replace(control, mark)
+        return text
+
+    messages = [{"role": "system", "content": system}] if system is not None else []
+    for asked, answer in turns:
+        messages += [{"role": "user", "content": asked}, {"role": "assistant", "content": answer}]
+    messages.append({"role": "user", "content": question})
     options = {"add_generation_prompt": True, "enable_thinking": think}
-    made = tokenizer.apply_chat_template(messages, tokenize=False, **options)
+    hidden = [message | {"content": hide(message["content"])} for message in messages]
+    made = tokenizer.apply_chat_template(hidden, tokenize=False, **options)
     pieces, ids = [piece for piece in re.split(r"(<\|im_start\|>|<\|im_end\|>)", made) if piece], []
     for i, piece in enumerate(pieces):
-        if piece in ("<|im_start|>", "<|im_end|>"):
+        if piece in HIDDEN:
             ids.append(tokenizer.convert_tokens_to_ids(piece))
             continue
-        for mark, text in typed.items():
-            piece = piece.replace(mark, text or "")
+        for control, mark in HIDDEN.items():
+            piece = piece.replace(mark, control)
         pieces[i] = piece
         ids += tokenizer(piece, add_special_tokens=False, split_special_tokens=True)["input_ids"]
-    plain = [message | {"content": typed.get(message["content"], message["content"])} for message in messages]
-    if not any("<|" in text for text in typed.values() if text):    # then this is what everyone else does
-        assert ids == tokenizer.apply_chat_template(plain, tokenize=True, return_dict=False, **options), plain
+    if not any("<|" in message["content"] for message in messages):     # then this is what everyone else does
+        assert ids == tokenizer.apply_chat_template(messages, tokenize=True, return_dict=False, **options), messages
     return pieces, ids
+
+
+def texts_of(pieces):
+    """What stands between <|im_start|> and <|im_end|>; the last, the opening of an answer, has no end."""
+    texts = pieces[1::4]
+    assert pieces == [piece for text in texts for piece in ("<|im_start|>", text, "<|im_end|>", "\n")][:-2], pieces
+    return texts
+
+
+def generated(tokenizer):
+    """The lines of chat_generated.json."""
+    rng = random.Random("conversations")
+    for _ in range(300):
+        system, think, turns = random_conversation(rng)
+        pieces, ids = zip(*(prompt(tokenizer, system, think, turns[:i], turns[i][0]) for i in range(len(turns))))
+        *texts, opening = texts_of(pieces[-1])
+        for i, earlier in enumerate(pieces):
+            assert texts_of(earlier) == [*texts[:(system is not None) + 2 * i + 1], opening], turns
+        yield json.dumps({"system": system, "think": think, "turns": turns, "texts": [*texts, opening],
+                          "ids": ids[-1]}, ensure_ascii=False, separators=(",", ":"))
 
 
 def main():
@@ -102,7 +173,9 @@ def main():
         lines.append(json.dumps({"name": name, "system": system, "think": think, "turns": turns, "pieces": pieces,
                                  "ids": ids}, ensure_ascii=False))
     (HERE / "golden/chat.json").write_text("[\n" + ",\n".join(lines) + "\n]\n", encoding="utf-8")
-    print(len(lines), "conversations")
+    made = list(generated(tokenizer))
+    (HERE / "golden/chat_generated.json").write_text("[\n" + ",\n".join(made) + "\n]\n", encoding="utf-8")
+    print(len(lines), "and", len(made), "conversations")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
 """--chat: Qwen3's template, a cache that lasts from turn to turn, and what a person at a terminal sees."""
+import functools
 import json
 import os
 import pty
@@ -19,6 +20,7 @@ HERE = Path(__file__).resolve().parent
 PROGRAM = [sys.executable, str(HERE.parent / "llm_inference.py"), "--model", str(HERE / "tiny-qwen3"), "--chat"]
 REAL_TOKENIZER = HERE.parent / "Qwen3-0.6B/tokenizer.json"
 GOLDEN = json.loads((HERE / "golden/chat.json").read_text(encoding="utf-8"))
+GENERATED = json.loads((HERE / "golden/chat_generated.json").read_text(encoding="utf-8"))
 CONVERSATIONS = pytest.mark.parametrize("golden", GOLDEN, ids=[conversation["name"] for conversation in GOLDEN])
 FRANCE, ITALY, JAPAN = "What is the capital of France?", "And of Italy?", "What is the capital of Japan?"
 
@@ -27,13 +29,24 @@ FRANCE, ITALY, JAPAN = "What is the capital of France?", "And of Italy?", "What 
 # The template
 # ------------------------------------------------------------------------------------------------------------
 def prompts_of(golden, monkeypatch):
-    """The token ids that chat gives the model for each question, when the model says the golden answers."""
-    prompts, answers = [], iter([answer for _, answer in golden["turns"]])
+    """The token ids that chat gives the model for each question, when the model says the golden answers.
+
+    What was said goes into the cache by prefill, the opening of the answer by stream. An answer appears three
+    characters at a time, so that what its tags mean can't be seen in one piece.
+    """
+    said, prompts, answers = [], [], iter([answer for _, answer in golden["turns"]])
+
+    def prefill(ids, cache, start_pos=0):
+        assert start_pos <= len(said)
+        said[start_pos:] = mx.array(ids).tolist()
 
     def stream(ids, cache, start_pos, *options):
-        prompts.append((prompts[-1][:start_pos] if prompts else []) + ids)
-        return iter([next(answers)])
+        prompts.append(said[:start_pos] + mx.array(ids).tolist())
+        assert len(prompts[-1]) == start_pos + len(ids)
+        answer = next(answers)
+        return (answer[i:i + 3] for i in range(0, len(answer), 3))
 
+    monkeypatch.setattr(llm, "prefill", prefill)
     monkeypatch.setattr(llm, "stream", stream)
     monkeypatch.setattr(llm, "MAX_POSITIONS", 40960)
     llm.chat([question for question, _ in golden["turns"]], golden["system"], golden["think"])
@@ -42,9 +55,8 @@ def prompts_of(golden, monkeypatch):
 
 def ids_of_pieces(pieces, path):
     """Their token ids: of a control token its own, of all other text what a tokenizer without such tokens gives."""
-    tokenizer = Tokenizer.from_file(str(path))
+    tokenizer = text_tokenizer(path)
     control = {piece: tokenizer.token_to_id(piece) for piece in ("<|im_start|>", "<|im_end|>")}
-    tokenizer.encode_special_tokens = True
     return [i for piece in pieces for i in ([control[piece]] if piece in control else tokenizer.encode(piece).ids)]
 
 
@@ -54,20 +66,47 @@ def test_every_prompt_is_what_qwen3_s_own_template_makes(golden, monkeypatch, ti
     assert prompts_of(golden, monkeypatch) == wanted
 
 
-@CONVERSATIONS
-def test_every_prompt_has_hugging_face_s_ids_with_the_real_tokenizer(golden, monkeypatch, tiny):
+@functools.cache
+def text_tokenizer(path):
+    """A tokenizer of its own from a file, for which control tokens that are spelled in a text are text."""
+    tokenizer = Tokenizer.from_file(str(path))
+    tokenizer.encode_special_tokens = True
+    return tokenizer
+
+
+def pieces_of(texts):
+    """A prompt's pieces, control tokens by themselves: each text is a turn's, the last an answer's opening."""
+    return [piece for text in texts for piece in ("<|im_start|>", text, "<|im_end|>", "\n")][:-2]
+
+
+def test_every_prompt_of_random_conversations_is_what_the_template_makes(monkeypatch, tiny):
+    for golden in GENERATED:
+        *texts, opening = golden["texts"]
+        first = 1 if golden["system"] is None else 2    # turns in the first question's prompt
+        wanted = [ids_of_pieces(pieces_of([*texts[:n], opening]), tiny / "tokenizer.json")
+                  for n in range(first, len(texts) + 1, 2)]
+        assert prompts_of(golden, monkeypatch) == wanted, golden
+
+
+@pytest.fixture
+def real_tokenizer(monkeypatch, tiny, made=[]):
+    """Qwen3-0.6B's own, in place of the small model's."""
     if not REAL_TOKENIZER.exists():
         pytest.skip("Qwen3-0.6B/tokenizer.json is not here")
-    tokenizer = real_tokenizer()
-    monkeypatch.setattr(llm, "tok", tokenizer)
+    if not made:                                        # 0.5 s: once is enough
+        made.append(Tokenizer.from_file(str(REAL_TOKENIZER)))
+    monkeypatch.setattr(llm, "tok", made[0])
     monkeypatch.setattr(llm, "EOS_IDS", {151645, 151643})
+
+
+@CONVERSATIONS
+def test_every_prompt_has_hugging_face_s_ids_with_the_real_tokenizer(golden, monkeypatch, real_tokenizer):
     assert prompts_of(golden, monkeypatch) == golden["ids"]
 
 
-def real_tokenizer(made=[]):
-    if not made:                                        # 0.5 s: once is enough
-        made.append(Tokenizer.from_file(str(REAL_TOKENIZER)))
-    return made[0]
+def test_random_conversations_have_hugging_face_s_ids_with_the_real_tokenizer(monkeypatch, real_tokenizer):
+    for golden in GENERATED:
+        assert prompts_of(golden, monkeypatch)[-1] == golden["ids"], golden
 
 
 def test_a_control_token_typed_by_a_person_is_text(tiny):

@@ -1,4 +1,5 @@
 """Quantised checkpoints: as mlx_lm.convert -q makes them, and --quantize. Judges: mlx-lm and transformers."""
+import itertools
 import json
 import subprocess
 import sys
@@ -13,6 +14,9 @@ HERE = Path(__file__).resolve().parent
 WEIGHTS, METADATA = mx.load(str(HERE / "golden/quantized.safetensors"), return_metadata=True)
 GOLDEN = mx.load(str(HERE / "golden/quantized_logits.safetensors"))
 IDS = GOLDEN["ids"].tolist()
+MIXED, MIXED_METADATA = mx.load(str(HERE / "golden/mixed.safetensors"), return_metadata=True)
+MIXED_GOLDEN = mx.load(str(HERE / "golden/mixed_logits.safetensors"))
+MIXED_CONFIG = json.loads(MIXED_METADATA["config.json"])
 PROJECTION = "model.layers.0.mlp.down_proj"
 AFFINE = {"bits": 4, "group_size": 64, "mode": "affine"}
 # The checkpoint that mlx_lm.convert quantised: make_golden_quantized.py has the same sizes.
@@ -25,14 +29,24 @@ def source(tmp_path_factory):
     return make_checkpoint(tmp_path_factory.mktemp("quantized") / "source", "bfloat16", **SIZES)
 
 
-def write(folder, config=None, **changes):
+def write(folder, config=None, base=json.loads(METADATA["config.json"]), weights=WEIGHTS, **changes):
     """A folder with mlx-lm's quantised checkpoint, with changes to config.json or to the tensors."""
     folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(json.loads(METADATA["config.json"]) | (config or {})))
+    (folder / "config.json").write_text(json.dumps(base | (config or {})))
     byte_tokenizer().save(str(folder / "tokenizer.json"))
-    weights = {name: w for name, w in (WEIGHTS | changes).items() if w is not None}
+    weights = {name: w for name, w in (weights | changes).items() if w is not None}
     mx.save_safetensors(str(folder / "model.safetensors"), weights, metadata={"format": "mlx"})
     return folder
+
+
+def pack(weights, names, **packing):
+    """(packed, plain): tensors with the matrices of these names quantised, and with what dequantising these gives."""
+    packed, plain = dict(weights), dict(weights)
+    for name in names:
+        parts = mx.quantize(weights[name], **packing)
+        packed |= zip((name, name.replace("weight", "scales"), name.replace("weight", "biases")), parts)
+        plain[name] = mx.dequantize(*[p if p.dtype == mx.uint32 else p.astype(mx.float32) for p in parts], **packing)
+    return packed, plain
 
 
 @pytest.fixture
@@ -101,22 +115,29 @@ def test_packed_weights_compute_the_same_and_are_mlx_lm_s_bit_for_bit(tmp_path, 
     assert greedy() == GOLDEN["greedy.4"].tolist()                  # one row at a time too
 
 
-@pytest.mark.parametrize("packing", [{"bits": 8, "group_size": 64}, {"bits": 4, "group_size": 32}])
-def test_packed_weights_of_other_bits_and_groups_with_a_head_of_its_own(tmp_path, packed, packing):
-    folder = make_checkpoint(tmp_path / "q", "untied", **SIZES)
-    stored, config = mx.load(str(folder / "model.safetensors")), json.loads((folder / "config.json").read_text())
-    matrices = [name for name in stored if stored[name].ndim == 2]
-    for name in matrices:
-        stored |= zip((name, name.replace("weight", "scales"), name.replace("weight", "biases")),
-                      mx.quantize(stored[name], **packing))
-    mx.save_safetensors(str(folder / "model.safetensors"), stored)
-    (folder / "config.json").write_text(json.dumps(config | {"quantization": packing}))
-    llm.load_model(folder)
-    found = logits()
-    packed(folder)
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory):
+    """(config, tensors) of a checkpoint with a head of its own, whose rows make groups of 128."""
+    folder = make_checkpoint(tmp_path_factory.mktemp("wide") / "source", "untied", hidden_size=128, head_dim=32,
+                             intermediate_size=128, num_hidden_layers=1)
+    return json.loads((folder / "config.json").read_text()), mx.load(str(folder / "model.safetensors"))
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4, 5, 6, 8])
+@pytest.mark.parametrize("group_size", [32, 64, 128])
+def test_every_group_size_with_every_number_of_bits(tmp_path, packed, wide, group_size, bits):
+    """Without a mode, as mlx-lm wrote config.json before there were modes."""
+    config, weights = wide
+    packing, matrices = {"group_size": group_size, "bits": bits}, [name for name in weights if weights[name].ndim == 2]
+    small, plain = pack(weights, matrices, **packing)
+    llm.load_model(write(tmp_path / "plain", base=config, weights=plain))
+    wanted = logits()
+    llm.load_model(write(tmp_path / "packed", {"quantization": packing}, config, small))
+    assert differ_by(logits(), wanted) < 1e-5
+    packed(tmp_path / "packed")
     assert all(isinstance(llm.W[name], tuple) for name in matrices)
-    assert differ_by(found, logits()) < 1e-4
-    assert llm.embed(IDS).shape == (len(IDS), 64)
+    assert differ_by(logits(), wanted) < 1e-4
+    assert llm.embed(IDS).shape == (len(IDS), 128)
 
 
 def test_on_a_gpu_the_type_is_the_stored_one(tmp_path, packed):
@@ -169,38 +190,76 @@ def test_packed_weights_keep_the_stream_in_the_stored_dtype(tmp_path, packed):
     assert llm.embed(IDS).dtype == logits().dtype == mx.bfloat16
 
 
-@pytest.mark.parametrize("packing", [{"bits": 3, "group_size": 32}, {"bits": 6, "group_size": 64}])
-def test_other_bits_and_groups_need_no_mode(tmp_path, source, packing):
-    """As mlx-lm wrote config.json before there were modes."""
-    stored = mx.load(str(source / "model.safetensors"))
-    whole, config = dict(stored), json.loads((source / "config.json").read_text())
-    for name in [name for name in stored if stored[name].ndim == 2]:
-        parts = mx.quantize(stored[name], **packing)
-        whole[name] = mx.dequantize(*(p if p.dtype == mx.uint32 else p.astype(mx.float32) for p in parts), **packing)
-        stored |= zip((name, name.replace("weight", "scales"), name.replace("weight", "biases")), parts)
-    for kind, weights, extra in (("packed", stored, {"quantization": packing}), ("plain", whole, {})):
-        (tmp_path / kind).mkdir()
-        (tmp_path / kind / "config.json").write_text(json.dumps(config | extra))
-        byte_tokenizer().save(str(tmp_path / kind / "tokenizer.json"))
-        mx.save_safetensors(str(tmp_path / kind / "model.safetensors"), weights)
-    llm.load_model(tmp_path / "packed")
-    found = logits()
-    llm.load_model(tmp_path / "plain")
-    assert differ_by(found, logits()) < 1e-5
-
-
 @pytest.mark.parametrize("where", ["CPU", "GPU"])
-def test_a_matrix_may_be_left_plain_among_quantised_ones(tmp_path, packed, where):
-    """As mlx_lm.convert leaves it where a row makes no groups."""
+@pytest.mark.parametrize("said_of_it", [{}, {PROJECTION: False}], ids=["nothing", "false"])
+def test_a_matrix_may_be_left_plain_among_quantised_ones(tmp_path, packed, where, said_of_it):
+    """As mlx_lm.convert leaves it where a row makes no groups, and mlx_lm.awq says of what it leaves."""
     load = llm.load_model if where == "CPU" else packed
     load(write(tmp_path / "all"), mx.float32)
     found = logits()
     parts = [WEIGHTS[f"{PROJECTION}.{part}"] for part in ("weight", "scales", "biases")]
     plain = mx.dequantize(parts[0], *[part.astype(mx.float32) for part in parts[1:]], group_size=64, bits=4)
     changes = {f"{PROJECTION}.weight": plain, f"{PROJECTION}.scales": None, f"{PROJECTION}.biases": None}
-    load(write(tmp_path / "some", **changes), mx.float32)
+    load(write(tmp_path / "some", {"quantization": AFFINE | said_of_it}, **changes), mx.float32)
     assert isinstance(llm.W[f"{PROJECTION}.weight"], mx.array)
     assert differ_by(found, logits()) < 1e-5
+
+
+# ------------------------------------------------------------------------------------------------------------
+# Mixed bits: each matrix has a packing of its own
+# ------------------------------------------------------------------------------------------------------------
+FOUR = {"bits": 4, "group_size": 64}
+SIX = dict.fromkeys(["lm_head", "model.layers.1.mlp.down_proj", "model.layers.1.self_attn.v_proj"],
+                    {"bits": 6, "group_size": 64})
+EACH = {name.removesuffix(".scales"): FOUR for name in MIXED if name.endswith(".scales")} | SIX
+NO_MATRICES = dict.fromkeys(["model.norm", "model.layers.0.input_layernorm", "model.layers.0.self_attn.rope"], False)
+# Who says it so: what is said of the mixed checkpoint
+SAID = {
+    "mlx_lm.convert": MIXED_CONFIG["quantization"],             # where null stands for a group size of 64
+    "mlx_lm.convert --q-group-size 64": AFFINE | {name: AFFINE | own for name, own in EACH.items()},
+    "mlx_lm.dynamic_quant": AFFINE | SIX,
+    "mlx_lm.gptq": {"bits": 6, "group_size": 64} | {name: own for name, own in EACH.items() if name not in SIX},
+    "mlx_lm.awq": FOUR | EACH | NO_MATRICES,
+}
+
+
+def test_the_mixed_checkpoint_is_what_mlx_lm_convert_writes_with_mixed_4_6():
+    said = MIXED_CONFIG["quantization"]
+    assert {name for name in said if isinstance(said[name], dict)} == set(EACH)
+    assert {name for name in EACH if said[name] == {"bits": 6, "group_size": None, "mode": "affine"}} == set(SIX)
+    assert MIXED_CONFIG["quantization_config"] == said
+
+
+@pytest.mark.parametrize("where", ["CPU", "GPU"])
+@pytest.mark.parametrize("who", SAID)
+def test_mixed_bits_compute_as_both_judges_do(tmp_path, packed, where, who):
+    load = llm.load_model if where == "CPU" else packed
+    load(write(tmp_path / "q", {"quantization": SAID[who]}, MIXED_CONFIG, MIXED), mx.float32)
+    assert all(isinstance(llm.W[f"{name}.weight"], tuple) == (where == "GPU") for name in EACH)
+    assert differ_by(logits(), MIXED_GOLDEN["mlx_lm"]) < 1e-4
+    assert differ_by(logits(), MIXED_GOLDEN["transformers"]) < 1e-4
+    assert greedy() == MIXED_GOLDEN["greedy"].tolist()
+
+
+@pytest.mark.parametrize("where", ["CPU", "GPU"])
+def test_group_sizes_may_be_mixed_too(tmp_path, packed, where):
+    """In one checkpoint all numbers of bits, in groups of 32, 64 and 128, where two of the matrices are plain."""
+    load = llm.load_model if where == "CPU" else packed
+    source = make_checkpoint(tmp_path / "source", "untied", hidden_size=128, head_dim=32, intermediate_size=128,
+                             num_hidden_layers=3)
+    config, weights = json.loads((source / "config.json").read_text()), mx.load(str(source / "model.safetensors"))
+    matrices = sorted(name for name in weights if weights[name].ndim == 2)[1:-1]
+    packed_ones, plain_ones, each = dict(weights), dict(weights), {}
+    packings = itertools.cycle(itertools.product((32, 64, 128), (2, 3, 4, 5, 6, 8)))
+    for name, (group_size, bits) in zip(matrices, packings):
+        each[name.removesuffix(".weight")] = own = {"group_size": group_size, "bits": bits}
+        packed_one, plain_one = pack({name: weights[name]}, [name], **own)
+        packed_ones, plain_ones = packed_ones | packed_one, plain_ones | plain_one
+    load(write(tmp_path / "plain", base=config, weights=plain_ones))
+    wanted = logits()
+    load(write(tmp_path / "packed", {"quantization": AFFINE | each}, config, packed_ones))
+    assert sum(isinstance(w, tuple) for w in llm.W.values()) == (len(matrices) if where == "GPU" else 0)
+    assert differ_by(logits(), wanted) < 1e-4
 
 
 @pytest.mark.parametrize("config, tensors, said", [
@@ -208,6 +267,8 @@ def test_a_matrix_may_be_left_plain_among_quantised_ones(tmp_path, packed, where
     ({"quantization": AFFINE | {"mode": "nvfp4", "group_size": 16}}, {}, "nvfp4"),
     ({"quantization": AFFINE | {PROJECTION: {"bits": 8, "group_size": 64}}}, {}, PROJECTION),
     ({"quantization": AFFINE | {PROJECTION: False}}, {}, PROJECTION),
+    ({"quantization": AFFINE | {PROJECTION: AFFINE | {"bits": 7}}}, {}, PROJECTION),
+    ({"quantization": AFFINE | {PROJECTION: AFFINE | {"mode": "mxfp4"}}}, {}, "mxfp4"),
     ({"quantization_config": {"quant_method": "awq", "bits": 4}}, {}, "awq"),
     ({"quantization": None, "quantization_config": {"quant_method": "gptq"}}, {}, "gptq"),
     ({"quantization": None, "quantization_config": None}, {}, "model.embed_tokens"),
