@@ -143,8 +143,8 @@ def extend_cache(cache, layer_idx, k, v):
     """Add the keys and values of n new tokens, (8, n, 128); return those of all tokens, (8, total, 128).
 
     A token's key and value never change once they are computed, since it sees nothing that comes after it. So
-    they are kept: 28 layers x (key and value) x 8 heads x 128 = 57,344 numbers a token. Without them every new
-    token would have to compute those of the whole text again.
+    they are kept: 28 layers x 2 (key and value) x 8 heads x 128 = 57,344 numbers a token. Without them every
+    new token would have to compute those of the whole text again.
     """
     if cache[layer_idx] is not None:
         old_k, old_v = cache[layer_idx]
@@ -156,9 +156,9 @@ def extend_cache(cache, layer_idx, k, v):
 def attend(q, k, v):
     """softmax(q k^T / sqrt(128)) v, for the last n of all tokens. Vaswani et al. 2017.
 
-    q (16, n, 128), k and v (8, total, 128) -> (16, n, 128). Softmax turns a row of scores into weights above 0
-    that add up to 1, so what comes out is a weighted mean of values. A dot product of 128 numbers varies
-    sqrt(128) times as much as each product in it; without the division one weight would take nearly all.
+    q (16, n, 128), k and v (8, total, 128) -> (16, n, 128). Softmax turns a row of scores into weights that
+    are above 0 and add up to 1, so what comes out is a weighted mean of values. A dot product of 128 numbers
+    varies sqrt(128) times as much as one product in it: without the division one weight would take it all.
 
     Query heads 0 and 1 share key/value head 0, heads 2 and 3 share head 1, and so on: half the cache for
     nearly the same quality. Their rows are put into one matrix, so that no key need be repeated:
@@ -299,8 +299,9 @@ def generate(prompt, max_tokens=100, temperature=0.0, top_p=0.95):
 
 
 # ==== The same, faster ======================================================================================
-# Here stand other versions of what Steps 2 to 9 call: the same numbers, but for rounding. use_kernels puts one
-# set of them in place. Each set keeps entries of its own form in the cache (2, 3 or 4 things), so a cache that
+# Other versions of the functions that Steps 2 to 9 call. They give the same numbers, but for rounding, and
+# use_kernels puts one set of them in place. A packed matrix, in W for the fused set only, is (w, scales,
+# biases, how it is packed). Each set's entries in the cache have another length (2, 3 or 4), so a cache that
 # another set has filled ends in a ValueError and not in wrong numbers.
 def prefill(ids, cache, start_pos=0):
     """forward for all ids, 256 at a time: fills the cache, returns the last logits (1, 151936).
@@ -315,23 +316,17 @@ def prefill(ids, cache, start_pos=0):
     return logits
 
 
-# ---- "fused", for a GPU: a kernel is one program that the GPU is told to run, and each takes a while to start.
+# ---- "fused", for a GPU: a kernel is a program that the GPU is told to run, and each takes a while to start.
 def fused_embed(token_ids):
     """embed, also where the matrix is packed: then only the rows that are asked for are unpacked."""
     ids, w = mx.array(token_ids), W["model.embed_tokens.weight"]
-    if isinstance(w, tuple):
-        w, scales, biases, packing = w
-        return mx.dequantize(w[ids], scales[ids], biases[ids], **packing)
-    return w[ids]
+    return mx.dequantize(*[part[ids] for part in w[:3]], **w[3]) if isinstance(w, tuple) else w[ids]
 
 
 def fused_linear(x, name):
     """linear, also for a packed matrix, which is unpacked as it is multiplied."""
     w = W[name]
-    if isinstance(w, tuple):
-        w, scales, biases, packing = w
-        return mx.quantized_matmul(x, w, scales, biases, **packing)
-    return x @ w.T
+    return mx.quantized_matmul(x, *w[:3], **w[3]) if isinstance(w, tuple) else x @ w.T
 
 
 def fused_rms_norm(x, w):
@@ -346,7 +341,7 @@ def fused_apply_rope(q, k, positions):
 
 
 def fused_extend_cache(cache, layer_idx, k, v):
-    """extend_cache with room: an entry is (keys, values, length), and its arrays grow by 256 tokens at a time.
+    """extend_cache with room: an entry is (keys, values, length), its arrays grow by 256 tokens at a time.
 
     To write into the room costs the same for every token, where concatenating copies all that came before it.
     (MLX writes in place where nobody else holds the array, and copies where somebody does.)
@@ -389,8 +384,8 @@ def fused_next_tokens(ids, cache, start_pos=0, temperature=0.0, top_p=0.95):
         yield token.item(), largest.item()
 
 
-# ---- "numpy", for a CPU: NumPy's own BLAS uses whatever vector instructions the processor has, on all cores,
-# ---- where MLX's Linux wheel has a plain one; and a small operation takes 1 to 2 microseconds, not 20 to 40.
+# ---- "numpy", for a CPU: NumPy's BLAS uses all cores and the vector instructions of the processor; MLX's
+# Linux wheel has a plain one. And a small operation takes NumPy 1 to 2 microseconds where MLX takes 20 to 40.
 @mx.custom_function
 def as_logits(logits, weight):
     """NumPy's logits as an MLX array. Gradients would be lost on the way, so asking for them is an error."""
@@ -476,7 +471,7 @@ def numpy_attend(q, k, v):
 
 
 def numpy_silu(gate):
-    """silu as gate / (1 + e^-gate). Far below 0 the power is infinite, and the quotient 0, as it should be."""
+    """silu as gate / (1 + e^-gate). Far below 0 the power is infinite, and the quotient 0, as it must be."""
     gate = np.asarray(gate)
     with np.errstate(over="ignore"):
         return gate / (1 + np.exp(-gate))
@@ -602,8 +597,8 @@ def check_prompt(ids, max_tokens):
         raise ValueError(f"the prompt's {len(ids)} tokens and {max_tokens} new ones do not fit in the "
                          f"context of {MAX_POSITIONS} tokens")
     if max(ids) >= VOCAB:
-        raise ValueError(f"the prompt has the token {tok.id_to_token(max(ids))!r} with the id {max(ids)}, but "
-                         f"the embedding has only {VOCAB} rows")
+        raise ValueError(f"the prompt has the token {tok.id_to_token(max(ids))!r} with the id {max(ids)}, "
+                         f"but the embedding has only {VOCAB} rows")
     return ids
 
 
@@ -616,7 +611,7 @@ def check_finite(finite):
 
 
 # ==== A conversation in Qwen3's chat template, with --chat ==================================================
-# The SHA-256 of Qwen3-0.6B's template, and of that of tests/tiny-qwen3, which makes the same of a conversation
+# The SHA-256 of Qwen3-0.6B's template, and of that of tests/tiny-qwen3, which makes the same of a chat
 CHAT_FORMS = {"a55ee1b1660128b7098723e0abcd92caa0788061051c62d51cbe87d9cf1974d8",
               "9f2987732d38039af61231dccba6509f5ae1c9d8b4b2df7b63c335f2ff2bf4dd"}
 
@@ -649,7 +644,7 @@ def typed_lines():
 
 
 def question_ids(question):
-    """Token ids of a question's turn. ValueError: it is empty, not UTF-8, or what the template takes as no question."""
+    """Token ids of a question's turn. ValueError: it is empty, not UTF-8, or no question to the template."""
     if not question.strip():
         raise ValueError("the question is empty")
     if question.startswith("<tool_response>") and question.endswith("</tool_response>"):
@@ -658,7 +653,7 @@ def question_ids(question):
 
 
 def chat(questions, system=None, think=False, max_tokens=1000, temperature=0.0, top_p=0.95):
-    """Print an answer to each of the questions, as turns of one conversation. Returns False if one was refused.
+    """Print an answer to each of the questions, as turns of one conversation. False: one was refused.
 
     Without think an answer begins with an empty thought, so that the model thinks no more. Thoughts are not
     kept, as in Qwen3's own template: a copy of the cache is kept at the end of each question, and the answer
@@ -673,7 +668,7 @@ def chat(questions, system=None, think=False, max_tokens=1000, temperature=0.0, 
     opening = ids_of(f"<|im_start|>assistant\n{thought}")
     dim, plain, all_well = terminal_code(2), terminal_code(0), True             # dim: for thoughts
     start = [] if system is None else turn_ids("system", system)
-    said, kept, held = start, [None] * N_LAYERS, 0              # tokens, and a cache of the first held of them
+    said, kept, held = start, [None] * N_LAYERS, 0              # tokens; a cache of the first `held` of them
     for question in questions:
         try:
             turn = question_ids(question)
@@ -711,7 +706,7 @@ def warn_of_other_form(folder):
     text = template.read_text(encoding="utf-8", errors="replace") if template.exists() else (
         read_json(config).get("chat_template") if config.exists() else None)
     if text and hashlib.sha256(str(text).encode(errors="replace")).hexdigest() not in CHAT_FORMS:
-        print("This model has a chat template of its own; here the conversation is held in Qwen3-0.6B's form.",
+        print("This model has a chat template of its own, but the conversation is held in Qwen3-0.6B's form.",
               file=sys.stderr)
 
 
@@ -783,7 +778,7 @@ def bar(share, width=16):
 
 def show(title, look, heading, rows):
     """Print a title, bold on a terminal, what to look for, a heading over the columns, and rows of text."""
-    print(f"\n{terminal_code(1)}{title}{terminal_code(0)}\n{look}", *[heading] * bool(heading), *rows, sep="\n")
+    print(f"\n{terminal_code(1)}{title}{terminal_code(0)}", look, *[heading] * bool(heading), *rows, sep="\n")
 
 
 def show_costs(seen, n, speed):
@@ -800,18 +795,17 @@ def show_costs(seen, n, speed):
     costs = {step: [sum(c) for c in zip((0, 0), *[parts[name] for name in parts if re.search(regex, name)])]
              for step, regex in STEPS.items()}
     (adds, read), (cache_adds, _) = costs["8 forward"], parts["layers: self_attn, cache"]
-    show("Steps 2 to 8: the shapes of the prompt's pass, and each step's share of the work for the next token",
+    show("Steps 2 to 8: the shapes of the prompt's pass; each step's share of the work for the next token",
          "Look at how little norm, RoPE and embedding cost: nearly all is products with matrices.",
          f"{'step':19} {'shapes in':29} {'shapes out':28} {'mul-adds':>8} {'bytes':>8}",
          [f"{step:19} {shapes_of(args[:2]):29} {shapes_of(result):28} {a / adds:8.2%} {b / read:8.2%}"
           for step, (a, b) in costs.items() for args, result in seen[step[2:]][-1:]])
     stored = {id(w): w for w in W.values()}.values()            # tied: one array under two names
-    show("What the next token costs", "Look at the last line: a token reads every weight, so memory sets the pace.",
-         "", [
-             f"{sum(w.size for w in stored):,} parameters, {sum(w.nbytes for w in stored):,} bytes of weights",
-             f"{kv_bytes:,} bytes of KV cache; {kv_bytes * N_HEADS // N_KV:,} if each query head had its own",
-             f"{adds - cache_adds:,} multiply-adds with weights, {cache_adds:,} with the cache",
-             f"{read:,} bytes read: {speed:.1f} tokens/s ask for {read * speed / 1e9:.2f} GB/s"])
+    show("What the next token costs", "Look at the last line: it reads all weights, so memory sets the pace.", "", [
+        f"{sum(w.size for w in stored):,} parameters, {sum(w.nbytes for w in stored):,} bytes of weights",
+        f"{kv_bytes:,} bytes of KV cache; {kv_bytes * N_HEADS // N_KV:,} if each query head had its own",
+        f"{adds - cache_adds:,} multiply-adds with weights, {cache_adds:,} with the cache",
+        f"{read:,} bytes read: {speed:.1f} tokens/s ask for {read * speed / 1e9:.2f} GB/s"])
 
 
 def show_layers(ids, seen):
@@ -821,7 +815,8 @@ def show_layers(ids, seen):
     width, shades = 2 if n <= 12 else 1, " \u2581\u2582\u2583\u2584\u2585\u2586\u2587\u2588"
     line, shades = ("\u2502", shades) if can_print(shades) else ("|", " .:-=+*%#")
     x = mx.concatenate([mx.array(x[-1:]) for _, x in seen["transformer_block"]])    # (28, 1024)
-    lens = mx.softmax(linear(rms_norm(x, W["model.norm.weight"]), "lm_head.weight").astype(mx.float32), axis=-1)
+    logits = linear(rms_norm(x, W["model.norm.weight"]), "lm_head.weight")
+    lens = mx.softmax(logits.astype(mx.float32), axis=-1)                           # (28, 151936)
     rows = [" " * 9 + line.ljust(width) * column + spell(ids[i]) for column, i in enumerate(columns)]
     for layer in range(N_LAYERS):
         (q, k, _), _ = seen["attend"][layer]
@@ -831,10 +826,10 @@ def show_layers(ids, seen):
         strip = "".join(shades[round(8 * largest[i])] * width for i in columns)
         said = mx.argmax(lens[layer]).item()
         rows.append(f"layer {layer:2} {strip} {head:6}  {bar(lens[layer, said].item(), 12)} {spell(said)}")
-    show("Steps 5 and 7: where the last token looks in each layer, and what it would say if the model ended there",
+    show("Steps 5 and 7: in each layer, where the last token looks, and the answer if the model ended there",
          "Look at the token that darkens before the answer takes shape; idle heads look at the first token."
          + f" Of {n} tokens the first 4 and the last 20 are shown." * (n > 24),
-         f"{'the largest weight of any head on:':{9 + width * len(columns)}} most focused head, next token", rows)
+         f"{'':9}{'looks at':{width * len(columns)}} {'head':>6}  {'probability of':19} next token", rows)
 
 
 def explain(prompt):
@@ -856,7 +851,8 @@ def explain(prompt):
         by_cache.append(forward(longer[-1:], cache, pos)[-1])
 
     show("Step 1: the prompt's tokens", "Look at the spaces: they belong to the word that follows.",
-         "position       id  text or bytes", [f"{i:8} {token:8}  {spell(token)}" for i, token in enumerate(ids)])
+         "position       id  text or bytes",
+         [f"{i:8} {token:8}  {spell(token)}" for i, token in enumerate(ids)])
     show_costs(seen, n, 6 / (times[7] - times[1]))              # the first step may still prepare kernels
 
     turn = [180 / math.pi * THETA ** (-2 * pair / D_HEAD) for pair in (0, D_HEAD // 4, D_HEAD // 2 - 1)]
@@ -872,7 +868,7 @@ def explain(prompt):
     show_layers(ids, seen)
 
     (order, probs), (_, kept) = nucleus(by_cache[0], 1, 1), nucleus(by_cache[0], 0.7, 0.95)
-    show(f"Step 8: the most likely next tokens; at temperature 0.7, top-p 0.95 keeps {mx.sum(kept > 0).item()}",
+    show(f"Step 8: the likeliest next tokens; at temperature 0.7 top-p 0.95 keeps {mx.sum(kept > 0).item()}",
          "Look at how temperature and top-p sharpen the choice.",
          f"{'id':>8} {'probability':23} {'at 0.7 and 0.95':23} token",
          [f"{i:8} {bar(p)} {bar(q)} {spell(i)}"
@@ -911,13 +907,13 @@ def load_model(folder, dtype=None, quantize=None):
     check_weights(folder, config, stored, constants, tied)
     dtype = dtype or (stored["model.norm.weight"].dtype if as_stored else mx.float32)
     weights = {name: w.astype(dtype) for name, w in stored.items()}
-    for name in packed if as_stored and kernels == "fused" else ():             # they stay as small as they are
+    for name in packed if as_stored and kernels == "fused" else ():             # these stay as small
         w, scales, biases, packing = packed[name]
         weights[name] = (w, scales.astype(dtype), biases.astype(dtype), packing)
     stored = packed = None                                      # what was stored can go as it is converted
     evaluate(folder, weights)
     W.clear()
-    W.update({"lm_head.weight": weights["model.embed_tokens.weight"]} | weights)    # tied: one matrix for both
+    W.update({"lm_head.weight": weights["model.embed_tokens.weight"]} | weights)        # the same, if tied
     globals().update(constants)
     use_kernels(kernels)                                        # which of them can run depends on W's type
 
@@ -937,8 +933,9 @@ def evaluate(folder, weights):
 # ---- What a checkpoint may say. Everything else is refused, rather than computed wrongly.
 CONSTANTS = {                   # the constants at the top of the file, each with its field in config.json
     "N_LAYERS": "num_hidden_layers", "D_MODEL": "hidden_size", "D_FF": "intermediate_size",
-    "N_HEADS": "num_attention_heads", "N_KV": "num_key_value_heads", "D_HEAD": "head_dim", "VOCAB": "vocab_size",
-    "MAX_POSITIONS": "max_position_embeddings", "EPS": "rms_norm_eps", "THETA": "rope_theta"}
+    "N_HEADS": "num_attention_heads", "N_KV": "num_key_value_heads", "D_HEAD": "head_dim",
+    "VOCAB": "vocab_size", "MAX_POSITIONS": "max_position_embeddings", "EPS": "rms_norm_eps",
+    "THETA": "rope_theta"}
 # MLX's quantised weights: integers of a few bits, and for each group of them in a row a scale and a bias
 QUANTIZED = [{"group_size": group_size, "bits": bits} | mode for group_size in (32, 64, 128)
              for bits in (2, 3, 4, 5, 6, 8) for mode in ({}, {"mode": "affine"})]
@@ -976,12 +973,12 @@ def read_config(path):
         config["sliding_window"] = None                         # a width that is written but not used
     if isinstance(layers := config.get("layer_types"), list) and set(map(str, layers)) <= {"full_attention"}:
         config["layer_types"] = None
-    for field in ("quantization_config", "quantization"):       # mlx-lm names matrices that are packed otherwise
+    for field in ("quantization_config", "quantization"):       # mlx-lm names matrices packed otherwise
         if isinstance(entries := config.get(field), dict):
             special = {name: entry | {"group_size": entry.get("group_size") or 64} if isinstance(entry, dict)
                        else entry for name, entry in entries.items() if isinstance(entry, (dict, bool))}
             wrong = {name: e for name, e in special.items() if not isinstance(e, bool) and e not in QUANTIZED}
-            config[field] = wrong or {key: value for key, value in entries.items() if key not in special} or None
+            config[field] = wrong or {k: value for k, value in entries.items() if k not in special} or None
             config["packings"] = special
     # A field that is null is left out, as if it were missing; but model_type must be there to be checked
     config = {"model_type": None} | {field: value for field, value in config.items() if value is not None}
@@ -1032,7 +1029,7 @@ def read_tokenizer(path, rows):
         largest = max([0, *tokenizer.get_vocab(with_added_tokens=False).values(), *tokenizer.encode("").ids])
     except KeyboardInterrupt:
         raise
-    except BaseException as error:                              # a Rust panic is not caught by `except Exception`
+    except BaseException as error:                              # a Rust panic is no Exception
         raise ValueError(f"{path} can't be read as a tokenizer: {error}") from None
     if largest >= rows:
         raise ValueError(f"{path} has {largest + 1} tokens, the embedding only {rows} rows (vocab_size)")
@@ -1089,7 +1086,7 @@ def unpack(folder, config, stored, bits):
         packing = config.get("packings", {}).get(name.removesuffix(".weight"), True)
         packing = {"group_size": 64, "bits": bits} if bits else usual if packing is True else packing
         try:
-            if bits and stored[name].ndim == 2:                 # from here on it is as one that was stored packed
+            if bits and stored[name].ndim == 2:                 # from here on as if it had been stored packed
                 stored |= zip(parts, mx.quantize(stored[name], **packing))
             if packing and parts[1] in stored and parts[2] in stored:
                 packing = QUANTIZED[QUANTIZED.index(packing)]   # with 4 where JSON may say 4.0
@@ -1200,7 +1197,7 @@ def find_model(wanted=None):
     except Exception as error:
         if wanted is None and (places[0] / "model.safetensors").exists():
             return places[0]                                    # another program that downloads was quicker
-        raise ValueError(f"{wanted or REPO} was not found or downloaded; run again to retry: {error}") from None
+        raise ValueError(f"{wanted or REPO} was not found or downloaded, run again: {error}") from None
 
 
 def one_line(text):
@@ -1219,7 +1216,7 @@ def parse_arguments():
   python llm_inference.py "Once upon a time" --temperature 0.8 --seed 1
   python llm_inference.py - --model tests/tiny-qwen3 < prompt.txt""")
     parser.error = lambda message: parser.exit(2, f"llm_inference.py: {one_line(message)} (--help shows the "
-                                               "options; a prompt that begins with a dash comes after --)\n")
+                                               "options; -- comes before a prompt that begins with a dash)\n")
     add = parser.add_argument
     add("prompt", metavar="PROMPT", nargs="?",
         help='the text to continue, "-" for stdin (default: "The capital of France is")')
@@ -1232,7 +1229,7 @@ def parse_arguments():
         help="draw from the fewest tokens that have P of the probability (default: %(default)s)")
     add("--seed", metavar="S", type=int, default=time.time_ns(), help="a number that repeats the same draws")
     add("--quantize", metavar="BITS", type=int, choices=(4, 8), help="round the weights to 4 or 8 bits")
-    add("--kernels", choices=KINDS, help="the functions that compute (default: fused on a GPU, else numpy)")
+    add("--kernels", choices=KINDS, help="the functions that compute: fused is for a GPU, numpy for a CPU")
     mode = parser.add_mutually_exclusive_group().add_argument
     mode("--chat", action="store_true", help="answer PROMPT, or questions typed one after another")
     add("--system", metavar="TEXT", help="what the model is told before a chat")
@@ -1249,9 +1246,7 @@ def parse_arguments():
         parser.error("--max-tokens must be at least 1, --temperature at least 0, --top-p above 0 and up to 1")
     if (args.system is not None or args.think) and not args.chat:
         parser.error("--system and --think go with --chat")
-    if not 0 <= args.seed < 2**64:
-        parser.error("--seed must be from 0 to 2**64 - 1")
-    return args
+    return parser.error("--seed must be from 0 to 2**64 - 1") if not 0 <= args.seed < 2**64 else args
 
 
 def read_prompt(args):
@@ -1317,7 +1312,7 @@ def main():
 
 
 def leave(status, message=""):
-    """End the program. What stdout still holds and can't write is dropped, or Python would report it again."""
+    """End the program. What stdout can't write is dropped, or Python would report it once more."""
     if message:
         print(f"llm_inference.py: {message}", file=sys.stderr, flush=True)
     try:
