@@ -442,27 +442,31 @@ def numpy_extend_cache(cache, layer_idx, k, v):
     keys, values, length, written = cache[layer_idx] or (k[:, :0], v[:, :0], 0, [0])
     total = length + k.shape[1]
     if total > keys.shape[1] or length < written[0]:
-        room = np.empty((N_KV, k.shape[1] + 256, D_HEAD), dtype=np.float32)
-        keys, values = (np.concatenate([x[:, :length], room], axis=1) for x in (keys, values))
-        written = [0]
+        old, written = (keys[:, :length], values[:, :length]), [0]
+        keys, values = (np.empty((N_KV, total + 256, D_HEAD), dtype=np.float32) for _ in "kv")
+        keys[:, :length], values[:, :length] = old
     keys[:, length:total], values[:, length:total], written[0] = k, v, total
     cache[layer_idx] = (keys, values, total, written)
     return keys[:, :total], values[:, :total]
 
 
 def numpy_attend(q, k, v):
-    """attend, one key/value head after another, so that its scores stay in the processor's cache.
+    """attend, one key/value head after another, so that one buffer holds the scores of each.
 
-    They are computed in place, and the mask touches only the new tokens' columns. The scale is put on q and
-    the sum divided out at the end, since both are smaller than the scores. k @ q.T and not q @ k.T for a
-    single token: BLAS takes half the time for a few columns that it takes for a few rows.
+    A new array for each would double the time, in memory that was never touched before. The mask touches only
+    the new tokens' columns. The scale is put on q and the sum divided out at the end, since both are smaller
+    than the scores. For a single token it is k @ q.T and not q @ k.T, for which BLAS takes twice as long.
     """
     n, total = q.shape[1], k.shape[1]
     q = np.asarray(q).reshape(N_KV, -1, D_HEAD) * np.float32(D_HEAD ** -0.5)
     out = np.empty((*q.shape[:2], v.shape[2]), dtype=np.float32)
     future = np.tile(np.triu(np.full((n, n), -np.inf, dtype=np.float32), 1), (N_HEADS // N_KV, 1))
+    scores = np.empty((q.shape[1], total), dtype=np.float32)
     for keys, values, queries, mixed in zip(np.asarray(k), np.asarray(v), q, out):
-        scores = queries @ keys.T if n > 1 else np.ascontiguousarray((keys @ queries.T).T)
+        if n > 1:
+            np.matmul(queries, keys.T, out=scores)
+        else:
+            scores[:] = (keys @ queries.T).T
         scores[:, total - n:] += future
         scores -= scores.max(axis=1, keepdims=True)
         np.exp(scores, out=scores)
@@ -474,7 +478,9 @@ def numpy_silu(gate):
     """silu as gate / (1 + e^-gate). Far below 0 the power is infinite, and the quotient 0, as it must be."""
     gate = np.asarray(gate)
     with np.errstate(over="ignore"):
-        return gate / (1 + np.exp(-gate))
+        power = np.exp(-gate)
+    power += 1                                                  # in place: a new array costs more than the sum
+    return np.divide(gate, power, out=power)
 
 
 KINDS = ("explicit", "fused", "numpy")
@@ -801,7 +807,7 @@ def show_costs(seen, n, speed):
          [f"{step:19} {shapes_of(args[:2]):29} {shapes_of(result):28} {a / adds:8.2%} {b / read:8.2%}"
           for step, (a, b) in costs.items() for args, result in seen[step[2:]][-1:]])
     stored = {id(w): w for w in W.values()}.values()            # tied: one array under two names
-    show("What the next token costs", "Look at the last line: it reads all weights, so memory sets the pace.", "", [
+    show("What the next token costs", "Look at the last line: memory sets the pace: all is read.", "", [
         f"{sum(w.size for w in stored):,} parameters, {sum(w.nbytes for w in stored):,} bytes of weights",
         f"{kv_bytes:,} bytes of KV cache; {kv_bytes * N_HEADS // N_KV:,} if each query head had its own",
         f"{adds - cache_adds:,} multiply-adds with weights, {cache_adds:,} with the cache",
