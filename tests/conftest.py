@@ -10,7 +10,7 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")      # matrices are small her
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parent), str(HERE)]
 
-import llm_inference as llm                             # noqa: E402  (before mlx: it brings OpenBLAS)
+import llm_inference as llm                             # noqa: E402
 from checkpoints import CHECKPOINTS, make_checkpoint    # noqa: E402
 
 
@@ -43,7 +43,10 @@ def tiny(folder_of):
 
 @pytest.fixture(autouse=True)
 def kernels_are_put_back():
-    """A test that chooses kernels changes nothing for the next one."""
-    before = llm.rms_norm, llm.apply_rope, llm.attend
+    """A test that chooses kernels, or loads a model that needs others, changes nothing for the next one."""
+    wanted, functions = llm.kernels, {name: getattr(llm, name) for name in llm.KERNELS}
     yield
-    llm.rms_norm, llm.apply_rope, llm.attend = before
+    try:
+        llm.use_kernels(wanted)
+    except ValueError:                                  # the weights that the test left are packed
+        vars(llm).update(functions, kernels=wanted)

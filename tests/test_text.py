@@ -99,7 +99,7 @@ def test_the_pieces_are_the_decoded_text_without_the_prompt_s_part(kind, seed):
     for _ in range(150):
         prompt, new = (random_ids(kind, rng, rng.randint(low, 8)) for low in (0, 1))
         base, text = llm.tok.decode(prompt), llm.tok.decode(prompt + new)
-        pieces = list(llm.pieces(prompt, new))
+        pieces = list(llm.text_pieces(prompt, new))
         joined = "".join(pieces)
         assert len(pieces) - len(new) in (0, 1) and all(pieces[len(new):])
         steps = [prompt + new[:i] for i in range(len(new)) if not held(kind, prompt + new[:i])]
@@ -125,7 +125,7 @@ def test_what_can_be_completed_is_held_back_and_all_else_shows_at_once(kind, see
         if held(kind, prompt):
             continue
         shown = len(llm.tok.decode(prompt))
-        for i, piece in enumerate(llm.pieces(prompt, new), 1):
+        for i, piece in enumerate(llm.text_pieces(prompt, new), 1):
             ids = prompt + new[:i]
             shown, text, waits = shown + len(piece), llm.tok.decode(ids), held(kind, ids) * (i <= len(new))
             if not waits:
@@ -142,7 +142,7 @@ def test_random_bytes_never_end_the_text(use):
     for _ in range(1500):
         new = [rng.choice([*range(1, 257), *ids_of("a", "ll", "\u2581the")]) for _ in range(6)] + ids_of("a")
         text = llm.tok.decode(ids_of("a") + new)[1:]
-        joined = "".join(llm.pieces(ids_of("a"), new))
+        joined = "".join(llm.text_pieces(ids_of("a"), new))
         assert len(joined) == len(text) and joined.endswith("a")
         assert joined == text or "\ufffd" in text
 
@@ -168,7 +168,7 @@ def test_a_long_text_costs_no_more_per_token_and_is_exact(kind, monkeypatch):
         for ids in [ids] if byte is None else [ids, ids_of(*map(byte, several))]:
             prompt, new, counting = ids[:length], ids[length:], Counting()
             monkeypatch.setattr(llm, "tok", counting)
-            joined = "".join(llm.pieces(prompt, new))
+            joined = "".join(llm.text_pieces(prompt, new))
             monkeypatch.setattr(llm, "tok", tok)
             base, text = tok.decode(prompt), tok.decode(ids)
             assert joined == text[len(base if text.startswith(base) else before_cut(kind, prompt)):]
@@ -184,7 +184,7 @@ def test_a_long_text_costs_no_more_per_token_and_is_exact(kind, monkeypatch):
 def test_a_replacement_character_that_nothing_can_complete_shows_at_once(use, kind, token):
     use(kind)
     new = ids_of(token, "." if kind != "byte_level" else "a")
-    first, second = llm.pieces(new[1:], new)
+    first, second = llm.text_pieces(new[1:], new)
     assert first.strip() == "\ufffd" and second.strip() in list(".a")
 
 
@@ -197,20 +197,20 @@ def test_a_replacement_character_that_nothing_can_complete_shows_at_once(use, ki
     ("byte_fallback", ["<0xF0>", "<0x9F>", "<x>", "<0xA6>", "<x>", "<0x80>"], "🦀")])
 def test_a_character_shows_when_its_last_part_comes(use, kind, parts, whole):
     use(kind)
-    pieces = list(llm.pieces(ids_of("a"), ids_of(*parts)))
+    pieces = list(llm.text_pieces(ids_of("a"), ids_of(*parts)))
     assert pieces[-1] == whole[-1] and "".join(pieces) == whole and len(pieces) == len(parts)
 
 
 def test_a_token_of_parts_of_two_characters_shows_the_first(use):
     use("byte_level")
     new = ids_of(letters(b"\xe6\x97"), letters(b"\xa5\xe6"), letters(b"\x9c"), letters(b"\xac"), letters(b"a\xe6"))
-    assert list(llm.pieces(ids_of("a"), new)) == ["", "日", "", "本", "a", "\ufffd"]
+    assert list(llm.text_pieces(ids_of("a"), new)) == ["", "日", "", "本", "a", "\ufffd"]
 
 
 @pytest.mark.parametrize("half", [b"\xed\xa0", b"\xed\xbf", b"\xe0\x80", b"\xf0\x80", b"\xf4\x90"])
 def test_two_bytes_that_begin_no_character_are_not_held(use, half):
     use("byte_level")
-    assert list(llm.pieces(ids_of("a"), ids_of(letters(half[:1]), letters(half[1:])))) == ["", "\ufffd\ufffd"]
+    assert list(llm.text_pieces(ids_of("a"), ids_of(letters(half[:1]), letters(half[1:])))) == ["", "\ufffd\ufffd"]
 
 
 @pytest.mark.parametrize("end, new, wanted", [
@@ -224,45 +224,45 @@ def test_a_prompt_that_ends_inside_a_character_or_in_one_that_looks_so(use, end,
     """Of a prompt's last character only what completes it shows; of a U+FFFD that is whole, nothing."""
     use("byte_level")
     prompt = ids_of("a", *[letters(bytes([byte])) for byte in end])
-    assert "".join(llm.pieces(prompt, ids_of(*map(letters, new)))) == wanted
+    assert "".join(llm.text_pieces(prompt, ids_of(*map(letters, new)))) == wanted
 
 
 def test_a_prompt_that_ends_inside_a_character_of_byte_tokens(use):
     use("byte_fallback")
     prompt = ids_of("a", "\ufffd", "<0xE6>")
-    assert list(llm.pieces(prompt, ids_of("<0x97>", "<0xA5>", "ll"))) == ["", "日", "ll"]
-    assert list(llm.pieces(prompt, ids_of("<0x97>", "ll"))) == ["", "\ufffdll"]
-    assert list(llm.pieces(prompt, ids_of("ll"))) == ["ll"]
-    assert list(llm.pieces(prompt, [])) == []
-    assert list(llm.pieces(prompt, ids_of("<0x97>"))) == ["", "\ufffd"]
+    assert list(llm.text_pieces(prompt, ids_of("<0x97>", "<0xA5>", "ll"))) == ["", "日", "ll"]
+    assert list(llm.text_pieces(prompt, ids_of("<0x97>", "ll"))) == ["", "\ufffdll"]
+    assert list(llm.text_pieces(prompt, ids_of("ll"))) == ["ll"]
+    assert list(llm.text_pieces(prompt, [])) == []
+    assert list(llm.text_pieces(prompt, ids_of("<0x97>"))) == ["", "\ufffd"]
 
 
 def test_a_byte_that_changes_what_is_shown_ends_nothing(use):
     use("byte_fallback")
     assert llm.tok.decode(ids_of("a", "<0x0A>", "<0xE2>", "a", "ll")) == "a\ufffd\ufffdall"
-    assert list(llm.pieces(ids_of("a"), ids_of("<0x0A>", "<0xE2>", "a", "ll"))) == ["\n", "", "\ufffda", "ll"]
-    assert list(llm.pieces(ids_of("<0x0A>"), ids_of("<0xE2>", "a"))) == ["", "\ufffda"]
-    assert list(llm.pieces(ids_of("a"), ids_of("<0x0A>", "<0xE2>", "<0x82>", "<0xAC>"))) == ["\n", "", "", "€"]
-    assert list(llm.pieces(ids_of("a"), ids_of("<0xC3>", "<0xA9>", "<0xFF>", "ll"))) == ["", "é", "\ufffd\ufffd", "ll"]
+    assert list(llm.text_pieces(ids_of("a"), ids_of("<0x0A>", "<0xE2>", "a", "ll"))) == ["\n", "", "\ufffda", "ll"]
+    assert list(llm.text_pieces(ids_of("<0x0A>"), ids_of("<0xE2>", "a"))) == ["", "\ufffda"]
+    assert list(llm.text_pieces(ids_of("a"), ids_of("<0x0A>", "<0xE2>", "<0x82>", "<0xAC>"))) == ["\n", "", "", "€"]
+    assert list(llm.text_pieces(ids_of("a"), ids_of("<0xC3>", "<0xA9>", "<0xFF>", "ll"))) == ["", "é", "\ufffd\ufffd", "ll"]
 
 
 def test_a_space_at_the_beginning_is_dropped_only_where_the_text_begins(use):
     for kind in ("byte_fallback", "unigram"):
         use(kind)
-        assert list(llm.pieces(ids_of("\u2581the"), ids_of("\u2581", "\u2581a", "ll"))) == [" ", " a", "ll"]
-        assert list(llm.pieces(ids_of("<s>"), ids_of("\u2581a", "\u2581a"))) == ["a", " a"]
+        assert list(llm.text_pieces(ids_of("\u2581the"), ids_of("\u2581", "\u2581a", "ll"))) == [" ", " a", "ll"]
+        assert list(llm.text_pieces(ids_of("<s>"), ids_of("\u2581a", "\u2581a"))) == ["a", " a"]
 
 
 def test_a_text_that_repeats_its_prompt_loses_nothing(kind):
     special, word = llm.tok.get_vocab_size() - 1, 64 if kind == "byte_level" else 1
     prompt, new = [word] * 100, [word, special] * 150
-    assert "".join(llm.pieces(prompt, new)) == llm.tok.decode(prompt + new)[len(llm.tok.decode(prompt)):]
+    assert "".join(llm.text_pieces(prompt, new)) == llm.tok.decode(prompt + new)[len(llm.tok.decode(prompt)):]
 
 
 def test_special_tokens_and_ids_without_a_token_show_nothing(kind):
     size, word = llm.tok.get_vocab_size(), 64 if kind == "byte_level" else 1
     again = llm.tok.decode([word, word])[len(llm.tok.decode([word])):]
-    assert list(llm.pieces([word], [size - 1, size + 5, word])) == ["", "", again]
+    assert list(llm.text_pieces([word], [size - 1, size + 5, word])) == ["", "", again]
 
 
 # ---- The same with a model that says such tokens -------------------------------------------------------------
@@ -316,4 +316,4 @@ def test_a_text_that_repeats_its_tokens_can_be_scripted(tmp_path, monkeypatch, k
     for _ in range(5):
         new = [i for i in random_ids(kind, rng, 12) if i not in llm.EOS_IDS and i < llm.VOCAB]
         script(monkeypatch, new)
-        assert list(llm.stream(prompt, [None], 0, 40)) == list(llm.pieces(prompt, new))
+        assert list(llm.stream(prompt, [None], 0, 40)) == list(llm.text_pieces(prompt, new))
