@@ -681,7 +681,7 @@ def chat(questions, system=None, think=False, max_tokens=1000, temperature=0.0, 
             fits = len(said + turn + opening) + max_tokens <= MAX_POSITIONS
             check_prompt((said if fits else start) + turn + opening, max_tokens)
         except ValueError as error:
-            print(one_line(error), file=sys.stderr)
+            print("llm_inference.py:", one_line(error), file=sys.stderr)
             all_well = False
             continue
         if not fits:

@@ -1,5 +1,7 @@
 """--chat: Qwen3's template, a cache that lasts from turn to turn, and what a person at a terminal sees."""
+import contextlib
 import functools
+import io
 import json
 import os
 import pty
@@ -14,12 +16,14 @@ from pathlib import Path
 import llm_inference as llm
 import mlx.core as mx
 import pytest
+from chooser import TOKENIZERS
 from tokenizers import Tokenizer
 
 HERE = Path(__file__).resolve().parent
 PROGRAM = [sys.executable, str(HERE.parent / "llm_inference.py"), "--model", str(HERE / "tiny-qwen3"), "--chat"]
 REAL_TOKENIZER = HERE.parent / "Qwen3-0.6B/tokenizer.json"
-GOLDEN = json.loads((HERE / "golden/chat.json").read_text(encoding="utf-8"))
+GOLDEN = [conversation for conversation in json.loads((HERE / "golden/chat.json").read_text(encoding="utf-8"))
+          if all(question.strip() for question, _ in conversation["turns"])]    # chat refuses blank questions
 GENERATED = json.loads((HERE / "golden/chat_generated.json").read_text(encoding="utf-8"))
 CONVERSATIONS = pytest.mark.parametrize("golden", GOLDEN, ids=[conversation["name"] for conversation in GOLDEN])
 FRANCE, ITALY, JAPAN = "What is the capital of France?", "And of Italy?", "What is the capital of Japan?"
@@ -97,6 +101,7 @@ def real_tokenizer(monkeypatch, tiny, made=[]):
         made.append(Tokenizer.from_file(str(REAL_TOKENIZER)))
     monkeypatch.setattr(llm, "tok", made[0])
     monkeypatch.setattr(llm, "EOS_IDS", {151645, 151643})
+    monkeypatch.setattr(llm, "VOCAB", 151936)
 
 
 @CONVERSATIONS
@@ -166,15 +171,20 @@ class Watch:
     def cache_is_as_recomputed(self):
         ids, fresh = self.held(), [None] * llm.N_LAYERS
         self.forward(ids, fresh, 0)
-        for (keys, values, length), (other_keys, other_values, total) in zip(self.cache, fresh):
-            assert length == total == len(ids)
-            assert mx.allclose(keys[:, :total], other_keys[:, :total], rtol=1e-4, atol=1e-4)
-            assert mx.allclose(values[:, :total], other_values[:, :total], rtol=1e-4, atol=1e-4)
+        for entry, other in zip(self.cache, fresh):
+            total = len(ids)
+            assert len(entry) == 2 or entry[2] == other[2] == total         # the explicit set's has no room
+            for x, y in zip(entry[:2], other[:2]):
+                assert mx.allclose(mx.array(x)[:, :total], mx.array(y)[:, :total], rtol=1e-4, atol=1e-4)
         return True
 
 
-@pytest.fixture
-def watch(tiny, monkeypatch):
+@pytest.fixture(params=llm.KINDS)
+def watch(tiny, monkeypatch, request):
+    """For each set of functions; stdin is like a terminal."""
+    llm.use_kernels(request.param)
+    monkeypatch.setattr(sys, "stdin", io.StringIO())
+    monkeypatch.setattr(sys.stdin, "isatty", lambda: True, raising=False)
     return Watch(monkeypatch)
 
 
@@ -190,10 +200,10 @@ def test_only_tokens_that_are_new_since_the_last_question_are_run(watch, capsys)
                        "The capital of Japan is Tokyo."]
     opening = llm.ids_of("<|im_start|>assistant\n<think>\n\n</think>\n\n")
     said = llm.turn_ids("system", "You are a helpful assistant.") + llm.turn_ids("user", FRANCE)
-    expected = [(0, said + opening)]
+    expected = [(0, list(said)), (len(said), opening)]
     for answer, question in zip(answers, [ITALY, JAPAN]):
         new = llm.turn_ids("assistant", answer) + llm.turn_ids("user", question)
-        expected.append((len(said), new + opening))
+        expected += [(len(said), new), (len(said + new), opening)]
         said += new
     assert prefills(watch) == expected
 
@@ -205,9 +215,9 @@ def test_the_cache_holds_what_the_whole_conversation_recomputed_would(watch, thi
     assert watch.cache_is_as_recomputed()
 
 
-@pytest.mark.parametrize("step", [0, 1, 2, 6])
+@pytest.mark.parametrize("step", [0, 1, 2, 3, 7])
 def test_ctrl_c_at_any_step_leaves_a_conversation_that_goes_on(watch, monkeypatch, step, capsys):
-    """Step 0 is the first prefill; at each step half of the layers are done when the signal comes."""
+    """Step 0 is the question's prefill, step 1 the answer's opening; at each step half of the layers are done when the signal comes."""
     block = llm.transformer_block
 
     def interrupted(x, layer_idx, cache, positions):
@@ -230,7 +240,7 @@ def test_ctrl_c_before_a_later_question_is_read_leaves_the_cache_of_those_before
     said, block = len(llm.turn_ids("user", FRANCE)), llm.transformer_block
 
     def interrupted(x, layer_idx, cache, positions):
-        if len(x) > 1 and positions[0] == said:
+        if len(x) > 1 and positions[0].item() == said and layer_idx == 1 and len(prefills(watch)) == 3:
             monkeypatch.setattr(llm, "transformer_block", block)
             raise KeyboardInterrupt
         return block(x, layer_idx, cache, positions)
@@ -257,9 +267,71 @@ def test_a_conversation_that_outgrows_the_context_starts_anew_with_the_last_ques
     assert watch.cache_is_as_recomputed()
 
 
-def test_a_question_longer_than_the_context_is_refused_in_numbers(tiny):
-    with pytest.raises(ValueError, match="512"):
-        llm.chat(["word " * 600], max_tokens=10)
+BAD = ["", " \t", "caf\udce9?", "word " * 600, "<tool_response>x</tool_response>"]
+
+
+@pytest.mark.parametrize("bad", BAD, ids=["empty", "blank", "not UTF-8", "too long", "a tool's answer"])
+def test_one_bad_line_does_not_end_a_chat_and_the_history_is_kept(tiny, capsys, bad):
+    assert not llm.chat([FRANCE, bad, ITALY], max_tokens=30)
+    out, err = capsys.readouterr()
+    assert out.splitlines() == ["The capital of France is Paris.", "The capital of Italy is Rome."]
+    assert err.count("\n") == 1 and err.startswith("llm_inference.py: ")
+    if len(bad) > 100:
+        assert "512" in err
+    assert llm.chat([FRANCE], max_tokens=30)
+
+
+def test_text_that_begins_with_a_newline_is_tokenised_with_its_role(tiny):
+    ids = llm.turn_ids("user", "\nHi")
+    whole = llm.tok.encode("user\n\nHi", add_special_tokens=False).ids
+    assert ids[1:1 + len(whole)] == whole
+
+
+def test_a_tokenizer_that_marks_the_beginning_of_a_text_is_refused(tiny, monkeypatch):
+    other = TOKENIZERS["unigram"]()
+    other.add_special_tokens(["<|im_start|>", "<|im_end|>"])
+    monkeypatch.setattr(llm, "tok", other)
+    monkeypatch.setattr(llm, "EOS_IDS", {other.token_to_id("<|im_end|>")})
+    with pytest.raises(ValueError, match="beginning of a text"):
+        llm.chat([FRANCE])
+
+
+@pytest.mark.parametrize("end", ["an answer cut off", "an error", "Ctrl-C"])
+def test_the_terminal_is_never_left_dim(tiny, monkeypatch, capsys, end):
+    def stream(*args):
+        yield "<think>\nHm"
+        if end != "an answer cut off":
+            raise ValueError if end == "an error" else KeyboardInterrupt
+
+    monkeypatch.setattr(llm, "stream", stream)
+    monkeypatch.setattr(llm, "terminal_code", lambda number: f"<{number}>")
+    with contextlib.suppress(ValueError, KeyboardInterrupt):
+        llm.chat([FRANCE], think=True, max_tokens=30)
+    assert capsys.readouterr().out == "<2><think>\nHm<0>\n"
+
+
+@pytest.mark.parametrize("no_color, term, coloured", [
+    (None, "xterm", True), ("", "xterm", True), ("1", "xterm", False), (None, "dumb", False)])
+def test_colour_is_where_it_is_wanted(monkeypatch, no_color, term, coloured):
+    """As no-color.org has it: the variable counts if it is not empty."""
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setenv("TERM", term)
+    if no_color is not None:
+        monkeypatch.setenv("NO_COLOR", no_color)
+    assert (llm.terminal_code(1) == "\033[1m") == coloured
+
+
+@pytest.mark.parametrize("file", ["tokenizer_config.json", "chat_template.jinja"])
+def test_another_chat_form_is_said_in_one_line(tiny, tmp_path, capsys, file):
+    template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    (tmp_path / file).write_text(template if file.endswith("jinja") else json.dumps({"chat_template": template}))
+    llm.warn_of_other_form(tmp_path)
+    assert capsys.readouterr().err.count("\n") == 1
+    llm.warn_of_other_form(tiny)
+    (tmp_path / file).unlink()
+    llm.warn_of_other_form(tmp_path)
+    assert capsys.readouterr().err == ""
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -272,8 +344,19 @@ def run(*args, stdin="", **environment):
 
 
 def test_lines_from_a_pipe_are_one_conversation():
-    assert run(stdin=f"{FRANCE}\n\n{ITALY}\n") == (
+    assert run(stdin=f"{FRANCE}\n{ITALY}\n") == (
         0, "The capital of France is Paris.\nThe capital of Italy is Rome.\n", "")
+
+
+def test_a_bad_line_in_a_pipe_is_said_and_gives_status_1():
+    done = subprocess.run(PROGRAM, input=f"{JAPAN}\ncaf\xe9?\nAnd of Kenya?\n".encode("latin-1"), capture_output=True)
+    assert (done.returncode, done.stdout) == (1, b"The capital of Japan is Tokyo.\nThe capital of Kenya is Nairobi.\n")
+    assert done.stderr.count(b"\n") == 1 and done.stderr.startswith(b"llm_inference.py: ")
+
+
+def test_a_dash_asks_the_text_on_stdin_as_one_question():
+    status, out, err = run("-", stdin=f"{FRANCE}\n{JAPAN}\n")
+    assert (status, out.count("\n"), err) == (0, 1, "")
 
 
 def test_a_prompt_gets_one_answer_and_a_pipe_no_colours():
