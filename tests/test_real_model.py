@@ -1,7 +1,7 @@
 """Qwen3-0.6B itself: its config.json is in the repository, tokenizer and weights are tested where they are."""
+import ast
 import functools
 import json
-import re
 from pathlib import Path
 
 import llm_inference as llm
@@ -21,12 +21,15 @@ def real_tokenizer():
     return Tokenizer.from_file(str(FOLDER / "tokenizer.json"))
 
 
-def test_the_numbers_in_the_source_s_comments_are_the_model_s():
-    """Each line of the list of numbers ends with Qwen3-0.6B's value."""
-    _, numbers = llm.read_config(FOLDER / "config.json")
-    source = (FOLDER.parent / "llm_inference.py").read_text()
-    for name, value in numbers.items():
-        assert float(re.search(rf'^    "{name}": .*# .*: (\S+)$', source, re.M)[1]) == value, name
+def test_the_constants_at_the_top_of_the_source_are_the_model_s():
+    """They stand there as literals, each with Qwen3-0.6B's value, which load_model would put there."""
+    config, constants = llm.read_config(FOLDER / "config.json")
+    assert len(constants) == 10
+    constants["EOS_IDS"] = llm.read_eos(config, FOLDER / "generation_config.json") | {151643}
+    source = (FOLDER.parent / "llm_inference.py").read_text(encoding="utf-8")
+    literals = {node.targets[0].id: ast.literal_eval(node.value) for node in ast.parse(source).body
+                if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") in constants}
+    assert literals == constants
 
 
 def test_the_expected_tensors_are_the_311_of_the_published_file():
