@@ -45,8 +45,13 @@ def explained(capsys):
 
 
 def find(sections, start):
-    """The rows under each title that begins so, and the title: [(title, rows)]."""
-    return [(s[0], s[1:]) for s in sections if s[0].startswith(start)]
+    """The rows under each title that begins so, and the title: [(title, rows)].
+
+    Between them stand a line that says what to look for and, but over sentences, a heading.
+    """
+    found = [s for s in sections if s[0].startswith(start)]
+    assert all(s[1].startswith("Look at ") for s in found)
+    return [(s[0], s[2 if start.startswith("What") else 3:]) for s in found]
 
 
 def config_of(folder):
@@ -157,36 +162,61 @@ def test_a_product_that_depends_on_the_position_would_be_seen(tiny, explained, m
     assert rows[0][4] != pytest.approx(rows[1][4], abs=0.01)
 
 
+def picture(sections):
+    """What Steps 5 and 7 show: the names of the tokens, and for each layer (strip, head, share, next token)."""
+    _, rows = find(sections, "Steps 5 and 7")[0]
+    names = [quoted(row) for row in rows if not row.startswith("layer")]
+    layers = [re.fullmatch(r"layer +(\d+) (.*?) +(\d+)  (?:█|#)* *(\d\.\d{4}) (.*)", row)
+              for row in rows if row.startswith("layer")]
+    assert [int(layer[1]) for layer in layers] == list(range(len(layers)))
+    return names, [(row[9:], int(layer[3]), float(layer[4]), quoted(layer[5]))
+                   for row, layer in zip(rows[len(names):], layers)]
+
+
+@pytest.mark.parametrize("kernels", llm.KINDS)
 @pytest.mark.parametrize("name", ["tiny-qwen3", "one_kv_head", "three_queries_a_kv_head"], indirect=True)
-def test_attention_is_the_reference_s_and_adds_up_to_one(name, folder_of, explained):
-    shares = judged(folder_of(name))[2]
-    sections = find(explained(), "Step 5")
-    layers, (heads, *_) = len(shares) // llm.N_HEADS, reference.head_sizes(config_of(folder_of(name)))
-    assert [numbers(title.split(":")[1])[0] for title, _ in sections] == [0, layers // 2, layers - 1]
-    for title, rows in sections:
-        layer, head = int(re.search(r"layer (\d+)", title)[1]), int(re.search(r"head (\d+)", title)[1])
+def test_where_the_last_token_looks_is_the_reference_s(name, folder_of, explained, kernels):
+    """The height of a cell is the largest weight of any head, in eighths."""
+    llm.use_kernels(kernels)
+    shares, (heads, *_) = judged(folder_of(name))[2], reference.head_sizes(config_of(folder_of(name)))
+    names, layers = picture(explained())
+    n, cell = len(names), 2 if len(names) <= 12 else 1
+    assert "".join(names) == PROMPT and len(layers) == len(shares) // heads
+    for layer, (strip, head, _, _) in enumerate(layers):
         here = shares[layer * heads:(layer + 1) * heads]
         assert max(map(max, here)) == max(here[head])
-        shown = [numbers(row) for row in rows]
-        assert "".join(quoted(row) for row in rows) == PROMPT
-        for column in (1, 2):
-            assert sum(row[column] for row in shown) == pytest.approx(1, abs=0.001)
-        for i, (_, focused, average) in enumerate(shown):
-            assert focused == pytest.approx(here[head][i], abs=1e-3)
-            assert average == pytest.approx(sum(h[i] for h in here) / heads, abs=1e-3)
-            assert rows[i].count("█") == round(16 * focused) + round(16 * average)
+        for i in range(n):
+            cells = strip[cell * i:cell * (i + 1)]
+            assert len(set(cells)) == 1
+            assert abs(" ▁▂▃▄▅▆▇█".index(cells[0]) - 8 * max(h[i] for h in here)) < 0.51
 
 
 def test_the_lens_is_the_reference_s_and_ends_at_the_answer(tiny, explained):
-    lens = judged(tiny)[1]
-    sections = explained()
-    rows = find(sections, "Step 7")[0][1]
-    assert len(rows) == len(lens)
-    for layer, (row, probs) in enumerate(zip(rows, lens)):
-        assert numbers(row) == pytest.approx([layer, max(probs)], abs=1e-3)
-        assert quoted(row) == llm.tok.decode([probs.index(max(probs))])
+    lens, sections = judged(tiny)[1], explained()
+    _, layers = picture(sections)
+    assert len(layers) == len(lens)
+    for (_, _, share, said), probs in zip(layers, lens):
+        assert share == pytest.approx(max(probs), abs=1e-3)
+        assert said == llm.tok.decode([probs.index(max(probs))])
     first = find(sections, "Step 8")[0][1][0]
-    assert numbers(rows[-1])[1] == numbers(first)[1] and quoted(rows[-1]) == quoted(first) == " Paris"
+    assert numbers(first)[1] == layers[-1][2] and quoted(first) == layers[-1][3] == " Paris"
+
+
+@pytest.mark.parametrize("layers", [1, 2])
+def test_models_of_one_and_two_layers_are_explained(tmp_path, explained, layers):
+    llm.load_model(make_checkpoint(tmp_path / "m", "untied", num_hidden_layers=layers))
+    assert len(picture(explained("abc"))[1]) == layers
+
+
+def test_of_a_long_prompt_the_first_4_and_the_last_20_tokens_are_shown_and_it_is_said(folder_of, explained):
+    llm.load_model(folder_of("tied"), mx.float32)
+    prompt = "".join(chr(65 + i % 26) for i in range(100))
+    for n, shown in (24, prompt[:24]), (25, prompt[:4] + prompt[5:25]), (100, prompt[:4] + prompt[80:100]):
+        sections = explained(prompt[:n])
+        assert "".join(picture(sections)[0]) == shown
+        said = next(s for s in sections if s[0].startswith("Steps 5 and 7"))[1]
+        assert ("first 4 and the last 20" in said) == (n > 24) and (str(n) in said) == (n > 24)
+    assert len(find(explained("a" * 256), "Step 1")[0][1]) == 256
 
 
 @pytest.mark.parametrize("name", ["tiny-qwen3", "untied", "llama_no_head_dim"], indirect=True)
@@ -269,24 +299,20 @@ def test_bfloat16_and_both_kernels_are_explained(kind, kernels, folder_of, expla
     before = {name: getattr(llm, name) for name in llm.WATCHED}
     sections = explained("abc")
     assert {name: getattr(llm, name) for name in llm.WATCHED} == before
-    for _, rows in find(sections, "Step 5"):
-        assert sum(numbers(row)[1] for row in rows) == pytest.approx(1, abs=0.001)
     rows = find(sections, "What the next token costs")[0][1]
     assert numbers(rows[1])[0] == reference.kv_bytes_per_token(c)
     not_read = (c["vocab_size"] - 1) * c["hidden_size"]         # untied: of the embedding but one row
     assert numbers(rows[3])[0] == numbers(rows[0])[1] - 2 * not_read + 4 * reference.kv_bytes_per_token(c)
     rows = [numbers(row) for row in find(sections, "Step 4")[0][1]]
     assert all(row[4:] == pytest.approx(rows[0][4:], abs=0.002) for row in rows)        # turned in float32
-    assert numbers(find(sections, "Step 7")[0][1][-1])[1] == numbers(find(sections, "Step 8")[0][1][0])[1]
+    assert picture(sections)[1][-1][2] == numbers(find(sections, "Step 8")[0][1][0])[1]
     assert all(numbers(row)[2] < 0.2 for row in find(sections, "Step 9")[0][1])
 
 
 def test_a_long_prompt_shows_every_token_and_an_over_long_one_is_refused(folder_of, explained):
     llm.load_model(folder_of("tied"), mx.float32)
     sections = explained("a" * 100)
-    for step in ("Step 1", "Step 5"):
-        for _, rows in find(sections, step):
-            assert [numbers(row)[0] for row in rows] == list(range(100))
+    assert [numbers(row)[0] for row in find(sections, "Step 1")[0][1]] == list(range(100))
     with pytest.raises(ValueError, match=f"{LIMIT} tokens: here are {LIMIT + 1}"):
         llm.explain("a" * (LIMIT + 1))
     with pytest.raises(ValueError, match="context of 640"):
@@ -318,7 +344,7 @@ def test_a_vocabulary_of_three_is_explained(tmp_path, capsys):
     llm.load_model(folder)
     llm.explain("abc")
     section = capsys.readouterr().out.split("Step 8")[1].split("\n\n")[0]
-    assert sorted(numbers(row)[0] for row in section.splitlines()[1:]) == [0, 1, 2]
+    assert sorted(numbers(row)[0] for row in section.splitlines()[3:]) == [0, 1, 2]
 
 
 def test_weights_that_are_not_numbers_are_named_by_explain_and_trace(tiny, monkeypatch):
@@ -364,6 +390,7 @@ def test_trace_shows_every_call_of_a_decode_step(name, folder_of, capsys):
     llm.trace(PROMPT)
     assert {f: getattr(llm, f) for f in llm.WATCHED} == before
     lines = capsys.readouterr().out.splitlines()
+    ff = c["intermediate_size"]
     x, q, k, all_k = (1, d), (heads, 1, head_dim), (kv, 1, head_dim), (kv, n + 1, head_dim)
 
     def linear(layer, part, into, out):
@@ -386,9 +413,9 @@ def test_trace_shows_every_call_of_a_decode_step(name, folder_of, capsys):
                 f"extend_cache layer {i}: {k} {k} -> {all_k} {all_k} float32",
                 f"attend: {q} {all_k} {all_k} -> {q} float32", linear(i, "self_attn.o", heads * head_dim, d)]],
             "    " + norm(f"{p}.post_attention_layernorm", x), f"    ffn layer {i}: {x} -> {x} float32",
-            *["      " + linear(i, f"mlp.{part}", *sizes) for part, sizes in [
-                ("gate", (d, c["intermediate_size"])), ("up", (d, c["intermediate_size"])),
-                ("down", (c["intermediate_size"], d))]]]
+            *["      " + line for line in [
+                linear(i, "mlp.gate", d, ff), linear(i, "mlp.up", d, ff), f"silu: {(1, ff)} -> {(1, ff)} float32",
+                linear(i, "mlp.down", ff, d)]]]
     expected += ["  " + norm("model.norm", x), f"  linear lm_head.weight: {x} -> {(1, vocab)} float32",
                  f"sample: {(vocab,)} -> () uint32"]
     assert lines == expected
@@ -413,7 +440,7 @@ def program(*args, **environment):
 def test_a_pipe_gets_no_colour_and_whole_characters():
     out = program("--explain", FOREIGN, PYTHONIOENCODING="utf-8")
     assert b"\x1b" not in out and "█" in out.decode() and "\ufffd" not in out.decode()
-    assert len(find([s.splitlines() for s in out.decode().split("\n\n")], "Step 5")) == 3
+    assert len(find([s.splitlines() for s in out.decode().split("\n\n")], "Steps 5 and 7")) == 1
 
 
 def test_a_terminal_without_blocks_gets_plain_ascii():
@@ -444,5 +471,5 @@ def test_titles_are_bold_on_a_terminal_unless_no_color_is_set(no_color):
         pass
     os.close(master)
     assert child.wait(timeout=60) == 0 and "█" in out.decode()
-    assert out.count(b"\x1b[1m") == (0 if no_color is not None else out.count(b"\x1b[0m"))
-    assert (b"\x1b[1mStep 1" in out) == (no_color is None)
+    assert out.count(b"\x1b[1m") == (0 if no_color else out.count(b"\x1b[0m"))
+    assert (b"\x1b[1mStep 1" in out) == (not no_color)

@@ -95,7 +95,7 @@ def test_an_empty_prompt_is_refused(tiny):
 
 def test_a_prompt_that_does_not_fit_is_refused_with_both_numbers(tiny):
     fitting = llm.MAX_POSITIONS - len(llm.encode("one two"))
-    llm.encode("one two", fitting)
+    llm.check_prompt(llm.encode("one two"), fitting)
     with pytest.raises(ValueError, match=rf"\b{fitting + 1}\b.*\b{llm.MAX_POSITIONS}\b"):
         llm.generate("one two", max_tokens=fitting + 1)
 
