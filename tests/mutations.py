@@ -1,7 +1,7 @@
 """Wrong versions of llm_inference.py, each a line or two changed, and which kind of check sees which of them.
 
     python tests/mutations.py            prints the table
-    python tests/mutations.py --write    puts it into README.md, where test_mutations.py holds it true
+    python tests/mutations.py --write    puts it into tests/README.md, where test_mutations.py holds it true
 
 Every check compares, and can see only what its two sides do not share: a cache with no cache in the same code, or this
 code with code that others wrote, or draws with the probabilities that they were asked for.
@@ -19,14 +19,14 @@ import llm_inference as llm                                         # noqa: E402
 import mlx.core as mx                                               # noqa: E402
 import reference                                                    # noqa: E402
 from checkpoints import make_checkpoint                             # noqa: E402
-from tokenizers.decoders import DecodeStream                        # noqa: E402
 
 SOURCE = (ROOT / "llm_inference.py").read_text()
 FUNCTIONS = {node.name: ast.get_source_segment(SOURCE, node).replace(
                  ast.get_source_segment(SOURCE, node.body[0]), "0", 1)                      # the docstring goes
              for node in ast.parse(SOURCE).body if isinstance(node, ast.FunctionDef)}
 
-# What is wrong: the function, the code in it, and what stands there instead. The code must occur exactly once.
+# What is wrong: the function, the code in it, and what stands there instead, or several pairs of them. Each code must
+# occur exactly once. The checks run with the set that the function belongs to: fused_..., numpy_..., or else explicit.
 MUTATIONS = {
     "RoPE left off the keys": ("apply_rope", "rotate(q), rotate(k)", "rotate(q), k"),
     "RoPE left off queries and keys": ("apply_rope", "rotate(q), rotate(k)", "q, k"),
@@ -46,23 +46,26 @@ MUTATIONS = {
     "mask off by one: the next token is seen": ("attend", "mx.arange(total) > ", "mx.arange(total) > 1 + "),
     "mask off by one: a token can't see itself": (
         "attend", "mx.arange(total) > ", "mx.maximum(mx.arange(total), 1) >= "),
-    "no mask": ("attend", "if n > 1", "if False"),
+    "no mask": ("attend", "mx.where(future, -mx.inf, scores)", "scores"),
     "mask that ignores the cache": ("attend", "mx.arange(total - n, total)[:, None]", "mx.arange(n)[:, None]"),
     "heads tiled (0, 2, 4 ..) instead of grouped (0, 1, 2 ..)": (
-        "attend", "in_parallel(heads, q.reshape(n_kv, -1, d_head), k, v).reshape(n_heads, n, -1)",
-        "in_parallel(heads, q.reshape(-1, n_kv, n, d_head).swapaxes(0, 1).reshape(n_kv, -1, d_head), k, v)"
-        ".reshape(n_kv, -1, n, d_head).swapaxes(0, 1).reshape(n_heads, n, d_head)"),
-    "all query heads use the first key/value head": ("attend", "(q @ k.", "(q @ mx.repeat(k[:1], n_kv, axis=0)."),
-    "scores not scaled": ("attend", " * d_head ** -0.5", ""),
-    "scores scaled by the hidden size": ("attend", "d_head ** -0.5  ", "D_MODEL ** -0.5  "),
-    "scores in bfloat16": ("attend", ".astype(mx.float32)", ".astype(mx.bfloat16)"),
-    "weights that do not add up to 1": ("attend", " / mx.sum(weights, axis=-1, keepdims=True)", ""),
+        "attend", "q.reshape(N_KV, -1, D_HEAD)",
+        "q.reshape(-1, N_KV, n, D_HEAD).swapaxes(0, 1).reshape(N_KV, -1, D_HEAD)",
+        ".reshape(N_HEADS, n, -1)", ".reshape(N_KV, -1, n, D_HEAD).swapaxes(0, 1).reshape(N_HEADS, n, -1)"),
+    "all query heads use the first key/value head": ("attend", "(q @ k.", "(q @ mx.repeat(k[:1], N_KV, axis=0)."),
+    "scores not scaled": ("attend", " / math.sqrt(D_HEAD)", ""),
+    "scores scaled by the hidden size": ("attend", "math.sqrt(D_HEAD)", "math.sqrt(D_MODEL)"),
+    "scores capped softly, 30 tanh(s / 30)": (
+        "attend", "mx.where(future, -mx.inf, scores)", "mx.where(future, -mx.inf, 30 * mx.tanh(scores / 30))"),
+    "weights that do not add up to 1": ("attend", "mx.softmax(mx.where(future, -mx.inf, scores), axis=-1)",
+                                        "mx.exp(mx.where(future, -mx.inf, scores))"),
     "QK-norm left out": ("attention", 'if f"{p}.q_norm.weight" in W', "if False"),
     "QK-norm after RoPE": (
-        "attention", "    q, k = apply_rope(q, k, positions)\n",
-        "    w, ones = (W.get(f'{p}.{i}_norm.weight') for i in 'qk'), mx.ones(D_HEAD)\n"
+        "attention", 'q = rms_norm(q, W[f"{p}.q_norm.weight"])', "q_w = W[f'{p}.q_norm.weight']",
+        'k = rms_norm(k, W[f"{p}.k_norm.weight"])', "k_w = W[f'{p}.k_norm.weight']",
+        "    q, k = apply_rope(q, k, positions)\n",
         "    q, k = apply_rope(q, k, positions)\n"
-        "    q, k = (x if i is None else rms_norm(x, ones) * i for x, i in zip((q, k), w))\n"),
+        "    if f'{p}.q_norm.weight' in W:\n        q, k = rms_norm(q, q_w), rms_norm(k, k_w)\n"),
     "QK-norm over all heads at once": (
         "attention", "q = rms_norm(q, W", "q = q * mx.rsqrt(mx.mean(q * q, axis=(0, 2), keepdims=True) + EPS) * (W"),
     "keys' norm weight used for the queries": (
@@ -72,10 +75,12 @@ MUTATIONS = {
     "norm that subtracts the mean (LayerNorm)": (
         "rms_norm", "x32 = x.astype(mx.float32)", "x32 = x.astype(mx.float32) - mx.mean(x, axis=-1, keepdims=True)"),
     "norm with EPS 1e-2": ("rms_norm", "+ EPS", "+ 1e-2"),
-    "norm computed in bfloat16": ("rms_norm", "x32 = x.astype(mx.float32)", "x32 = x.astype(mx.bfloat16)"),
-    "SiLU replaced by ReLU": ("ffn", "gate / (1 + exp(-gate))", "mx.maximum(gate, 0)"),
-    "SiLU replaced by GELU": ("ffn", "gate / (1 + exp(-gate))", "gate * (1 + mx.erf(gate * 0.5 ** 0.5)) / 2"),
-    "gate and up swapped": ("ffn", "exp(-gate))).astype(x.dtype), gate)", "exp(-gate))).astype(x.dtype), up); up = linear(x, f'{p}.gate_proj.weight')"),
+    "norm by the mean size instead of its square's root": ("rms_norm", "mx.mean(x32 * x32, axis=-1, keepdims=True)",
+                                                           "mx.mean(mx.abs(x32), axis=-1, keepdims=True) ** 2"),
+    "SiLU replaced by ReLU": ("silu", "gate32 * mx.sigmoid(gate32)", "mx.maximum(gate32, 0)"),
+    "SiLU replaced by GELU": (
+        "silu", "gate32 * mx.sigmoid(gate32)", "gate32 * (1 + mx.erf(gate32 * 0.5 ** 0.5)) / 2"),
+    "gate and up swapped": ("ffn", "silu(gate) * up", "silu(up) * gate"),
     "residual around attention left out": ("transformer_block", "x = x + attention", "x = attention"),
     "residual around the feed-forward layer left out": ("transformer_block", "return x + ffn", "return ffn"),
     "norm after attention instead of before": (
@@ -87,17 +92,17 @@ MUTATIONS = {
                             "x[-1:] if last_only else x"),
     "last block left out": ("forward", "range(N_LAYERS)", "range(N_LAYERS - 1)"),
     "always the embedding as the head": ("forward", '"lm_head.weight"', '"model.embed_tokens.weight"'),
-    "cache not written": ("extend_cache", "cache[layer_idx] = (keys, values, total)", "pass"),
-    "cache written one position late": (
-        "extend_cache", "slice_update(keys, k, mx.array([length])",
-        "slice_update(keys, k, mx.array([length + (length > 0)])"),
-    "cache shared between the layers": ("extend_cache", "cache[layer_idx] or", "cache[0] or"),
-    "values cached unchanged from the first call": (
-        "extend_cache", "values = mx.slice_update(values, v, mx.array([length]), axes=[1])",
-        "values = mx.slice_update(values, v, mx.array([length]), axes=[1]) if length == 0 else values"),
-    "decode passes the wrong position": ("stream", "cache, pos)", "cache, pos + 1)"),
+    "cache not written": ("extend_cache", "cache[layer_idx] = (k, v)", "pass"),
+    "cache overwritten by the new tokens": (
+        "extend_cache", "cache[layer_idx] is not None", "cache[layer_idx] is None", "old_k, old_v = cache[layer_idx]",
+        "old_k, old_v = k[:, :0], v[:, :0]"),
+    "new keys put before the old ones": (
+        "extend_cache", "mx.concatenate([old_k, k], axis=1)", "mx.concatenate([k, old_k], axis=1)"),
+    "cache shared between the layers": ("extend_cache", "old_k, old_v = cache[layer_idx]", "old_k, old_v = cache[0]"),
+    "decode passes the wrong position": ("next_tokens", "cache, pos)", "cache, pos + 1)"),
+    "decode never goes on to the next position": ("next_tokens", "pos += 1", "pass"),
     "prefill's second piece at position 0": ("prefill", "start_pos + i", "start_pos"),
-    "only the first end token ends the text": ("stream", "in EOS_IDS", "== min(EOS_IDS)"),
+    "only the first end token ends the text": ("next_tokens", "not in EOS_IDS", "!= min(EOS_IDS)"),
     "top-p keeps one token too few": ("nucleus", "likelier < top_p", "likelier + probs < top_p"),
     "top-p keeps one token too many": ("nucleus", "likelier < top_p", "likelier - mx.pad(probs[:-1], (1, 0)) < top_p"),
     "top-p cuts before sorting": ("nucleus", "probs = probs[order]", "pass"),
@@ -107,16 +112,81 @@ MUTATIONS = {
     "the place in the sorted order returned as the token": (
         "sample", "order[mx.random.categorical(mx.log(probs))]", "mx.random.categorical(mx.log(probs))"),
     "greedy takes the least likely token": ("sample", "mx.argmax(logits)", "mx.argmin(logits)"),
+    # ---- fused
+    "fused: RoPE turns neighbouring dimensions": ("fused_apply_rope", '"traditional": False', '"traditional": True'),
+    "fused: RoPE from position 0 in every call": ("fused_apply_rope", "positions[0]", "0"),
+    "fused: no mask": ("fused_attend", '"causal" if q.shape[1] > 1 else None', "None"),
+    "fused: scores scaled by the hidden size": ("fused_attend", "D_HEAD ** -0.5", "D_MODEL ** -0.5"),
+    "fused: norm without its weight": ("fused_rms_norm", "(x, w, EPS)", "(x, None, EPS)"),
+    "fused: SiLU without its gate": ("fused_silu", "gate * mx.sigmoid(gate)", "mx.sigmoid(gate)"),
+    "fused: cache written one position late": (
+        "fused_extend_cache", "slice_update(keys, k, mx.array([length])",
+        "slice_update(keys, k, mx.array([length + (length > 0)])"),
+    "fused: cache shared between the layers": ("fused_extend_cache", "cache[layer_idx] or", "cache[0] or"),
+    "fused: values cached unchanged from the first call": (
+        "fused_extend_cache", "values = mx.slice_update(values, v, mx.array([length]), axes=[1])",
+        "values = mx.slice_update(values, v, mx.array([length]), axes=[1]) if length == 0 else values"),
+    "fused: the pass queued ahead one position late": (
+        "fused_next_tokens", "start_pos + len(ids)", "start_pos + len(ids) + 1"),
+    "fused: only the first end token ends the text": ("fused_next_tokens", "in EOS_IDS", "== min(EOS_IDS)"),
+    # ---- numpy
+    "numpy: the next id's row of the embedding": (
+        "numpy_embed", "np.asarray(token_ids)", "(np.asarray(token_ids) + 1)"),
+    "numpy: product of a few rows not turned back": ("numpy_linear", "(w @ x.T).T", "w @ x.T"),
+    "numpy: norm without its square root": ("numpy_rms_norm", "np.sqrt(mean + np.float32(EPS))",
+                                            "(mean + np.float32(EPS))"),
+    "numpy: norm with EPS 1e-2": ("numpy_rms_norm", "np.float32(EPS)", "np.float32(1e-2)"),
+    "numpy: RoPE turns backwards": ("numpy_apply_rope", "x1 * cos - x2 * sin, x1 * sin + x2 * cos",
+                                    "x1 * cos + x2 * sin, x2 * cos - x1 * sin"),
+    "numpy: RoPE from position 0 in every call": (
+        "numpy_apply_rope", "np.asarray(positions, dtype=np.float32)", "np.arange(len(positions), dtype=np.float32)"),
+    "numpy: heads tiled instead of grouped": (
+        "numpy_attend", "np.asarray(q).reshape(N_KV, -1, D_HEAD)",
+        "np.asarray(q).reshape(-1, N_KV, n, D_HEAD).swapaxes(0, 1).reshape(N_KV, -1, D_HEAD)",
+        "out.reshape(N_HEADS, n, -1)", "out.reshape(N_KV, -1, n, D_HEAD).swapaxes(0, 1).reshape(N_HEADS, n, -1)"),
+    "numpy: mask on the first columns instead of the last": (
+        "numpy_attend", "scores[:, total - n:] += future", "scores[:, :n] += future"),
+    "numpy: mask off by one: the next token is seen": (
+        "numpy_attend", "dtype=np.float32), 1), (N", "dtype=np.float32), 2), (N"),
+    "numpy: scores not scaled": ("numpy_attend", " * np.float32(D_HEAD ** -0.5)", ""),
+    "numpy: weights that do not add up to 1": (
+        "numpy_attend", "np.divide(scores @ values, scores.sum(axis=1, keepdims=True), out=mixed)",
+        "mixed[:] = scores @ values"),
+    "numpy: keys cached one position late": (
+        "numpy_extend_cache", "keys[:, length:total], values",
+        "keys[:, length + (length > 0):total + (length > 0)], values"),
+    "numpy: a cache that grows forgets what it held": (
+        "numpy_extend_cache", "np.concatenate([x[:, :length], room]", "np.concatenate([0 * x[:, :length], room]"),
+    "numpy: two texts write into one cache": ("numpy_extend_cache", " or length < written[0]", ""),
+    "numpy: SiLU with the sign turned": ("numpy_silu", "np.exp(-gate)", "np.exp(gate)"),
 }
 
 
+def kind_of(function):
+    """The set of functions that a function belongs to."""
+    prefix = function.split("_")[0]
+    return prefix if prefix in llm.KINDS else "explicit"
+
+
 def apply(what):
-    """Put a wrong version in place; returns a function that puts the right one back."""
-    function, old, new = MUTATIONS[what]
-    source, right = FUNCTIONS[function], getattr(llm, function)
-    assert source.count(old) == 1, f"{what}: {function} has {old!r} {source.count(old)} times"
-    exec(compile(source.replace(old, new), what, "exec"), llm.__dict__)
-    return lambda: setattr(llm, function, right)
+    """Put a wrong version in place, with the set it belongs to; returns a function that puts the right one back."""
+    function, *changes = MUTATIONS[what]
+    source = FUNCTIONS[function]
+    for old, new in zip(changes[::2], changes[1::2], strict=True):
+        assert FUNCTIONS[function].count(old) == 1, f"{what}: {function} has {old!r} not once"
+        source = source.replace(old, new)
+    before, kernels, right = llm.kernels, dict(llm.KERNELS), vars(llm)[function]
+    exec(compile(source, what, "exec"), llm.__dict__)
+    for name, versions in kernels.items():                          # load_model takes them from there
+        llm.KERNELS[name] = tuple(vars(llm)[function] if f.__name__ == function else f for f in versions)
+    llm.use_kernels(kind_of(function))
+
+    def undo():
+        setattr(llm, function, right)
+        llm.KERNELS.update(kernels)
+        llm.use_kernels(before)
+
+    return undo
 
 
 # ---- The checks. Each takes a folder of checkpoints and says whether all is well ------------------------------
@@ -129,12 +199,19 @@ def close(found, wanted, tolerance=2e-5):
 
 
 def cache_equals_no_cache(folders):
-    """Logits of pieces of 5, 1, 4, 1 and 1 tokens on one cache, and of all 12 in one pass."""
+    """Logits of pieces of 5, 1, 4, 1 and 1 tokens on one cache, and of all 12 in one pass.
+
+    In between, another text goes on from a copy of the cache that was made after 6 tokens.
+    """
     llm.load_model(folders["small_qwen3"])
-    cache, rows = [None] * llm.N_LAYERS, []
+    cache, rows, copy = [None] * llm.N_LAYERS, [], []
     for start, end in [(0, 5), (5, 6), (6, 10), (10, 11), (11, 12)]:
+        if start == 6:
+            copy = list(cache)
+        if start == 10:
+            other = llm.forward([7, 8], copy, 6)
         rows.append(llm.forward(IDS[start:end], cache, start))
-    return close(mx.concatenate(rows), llm.forward(IDS, [None] * llm.N_LAYERS, 0))
+    return close(other, llm.forward(IDS[:6] + [7, 8], [None] * llm.N_LAYERS, 0)[6:]) and close(mx.concatenate(rows), llm.forward(IDS, [None] * llm.N_LAYERS, 0))
 
 
 def generate_equals_recomputation(folders):
@@ -142,7 +219,7 @@ def generate_equals_recomputation(folders):
     llm.load_model(folders["small_qwen3"])
     ids, seen, sample = llm.encode("Hello, world! " * 19)[:261], [], llm.sample
     prompt, wanted = llm.tok.decode(ids), []
-    for _ in range(4):
+    for _ in range(3):                                              # three different ones
         wanted.append(llm.forward(ids, [None] * llm.N_LAYERS, 0)[-1])
         ids.append(mx.argmax(wanted[-1]).item())
     llm.EOS_IDS = {0, ids[-1]}                                      # two end tokens: the text ends at the second
@@ -151,8 +228,7 @@ def generate_equals_recomputation(folders):
         made = llm.generate(prompt, 4)
     finally:
         llm.sample = sample
-    text, new = DecodeStream(ids[:261], skip_special_tokens=True), ids[261:ids.index(ids[-1], 261)]
-    return (made == prompt + "".join(text.step(llm.tok, i) or "" for i in new)
+    return (made == llm.tok.decode(ids[:ids.index(ids[-1], 261)])
             and all(close(found, row) for found, row in zip(seen, wanted)))
 
 
@@ -222,12 +298,12 @@ def fails(check, folders):
 
 
 def row(what, seen):
-    """A line of the README's table: what is wrong, in which function, and for every check whether it saw that."""
+    """A line of the table: what is wrong, in which function, and for every check whether it saw that."""
     return f"| {what} | `{MUTATIONS[what][0]}` | " + " | ".join("**seen**" if s else "" for s in seen) + " |"
 
 
 def table(folders):
-    """The README's table as Markdown: a row for every wrong version, a column for every check."""
+    """The table as Markdown: a row for every wrong version, a column for every check."""
     lines = ["| what is wrong | in | " + " | ".join(CHECKS) + " |", "|---|---|" + "---|" * len(CHECKS)]
     for what in MUTATIONS:
         undo = apply(what)
@@ -241,11 +317,11 @@ def main():
         made = table(make_folders(Path(place)))
     if "--write" not in sys.argv:
         return print(made)
-    readme = (ROOT / "README.md").read_text()
+    readme = (ROOT / "tests/README.md").read_text(encoding="utf-8")
     before, rest = readme.split("<!-- mutations -->\n")
     after = rest.split("<!-- end of mutations -->")[1]
-    (ROOT / "README.md").write_text(
-        f"{before}<!-- mutations -->\n{made}\n<!-- end of mutations -->{after}")
+    (ROOT / "tests/README.md").write_text(
+        f"{before}<!-- mutations -->\n{made}\n<!-- end of mutations -->{after}", encoding="utf-8")
 
 
 if __name__ == "__main__":
