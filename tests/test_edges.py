@@ -10,8 +10,17 @@ import reference
 from checkpoints import byte_tokenizer, make_checkpoint
 
 
+KINDS = llm.KINDS
 
-def fresh(): return [None] * llm.N_LAYERS
+
+def fresh():
+    return [None] * llm.N_LAYERS
+
+
+def heads(monkeypatch, n_heads, n_kv, d_head):
+    """Let the model have such heads."""
+    for name, value in ("N_HEADS", n_heads), ("N_KV", n_kv), ("D_HEAD", d_head):
+        monkeypatch.setattr(llm, name, value)
 
 
 def normal(seed, *shape, dtype=mx.float32):
@@ -27,70 +36,64 @@ def changed(folder, place, *left_out, **fields):
 
 
 def off(a, b):
-    a, b = a.astype(mx.float32), b.astype(mx.float32)
+    a, b = mx.array(a).astype(mx.float32), mx.array(b).astype(mx.float32)
     return (mx.max(mx.abs(a - b)) / mx.max(mx.abs(b))).item()
 
 
 @pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float16])
-def test_the_norm_is_rounded_before_its_weight_multiplies(dtype):
-    llm.EPS = 1e-6
+def test_the_norm_is_rounded_before_its_weight_multiplies(monkeypatch, dtype):
+    llm.use_kernels("explicit")
+    monkeypatch.setattr(llm, "EPS", 1e-6)
     x, w = normal(1, 50, 64, dtype=dtype), normal(2, 64, dtype=dtype)
     assert mx.array_equal(llm.rms_norm(x, w), llm.rms_norm(x, mx.ones_like(w)) * w)
 
 
 @pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float16])
 def test_rope_at_far_positions_in_16_bits_rounds_only_its_result(tiny, dtype):
+    llm.use_kernels("explicit")
     q = normal(1, 4, 9, llm.D_HEAD, dtype=dtype)
     positions = list(range(3001, 3010))
     wanted = llm.apply_rope(q.astype(mx.float32), q, positions)[0].astype(dtype)
     assert mx.array_equal(llm.apply_rope(q, q, positions)[0], wanted)
 
 
-@pytest.mark.parametrize("cores", [1, 2, 3, 5])
-@pytest.mark.parametrize("heads, kv, n, total", [
-    (6, 3, 40, 1100), (4, 1, 1, 2100), (4, 1, 40, 2100), (2, 2, 3, 1100), (21, 7, 1, 1100)])
-def test_attention_cut_for_the_cores_is_attention(monkeypatch, cores, heads, kv, n, total):
-    q, k, v = normal(1, heads, n, 64), normal(2, kv, total, 64), normal(3, kv, total, 64)
-    assert k.size >= 2**17
-    wanted = llm.fused_attend.__globals__["mx"].fast.scaled_dot_product_attention(
-        q[None], k[None], v[None], scale=0.125, mask="causal" if n > 1 else None)[0]
-    monkeypatch.setattr(llm, "STREAMS", [mx.new_stream(mx.cpu) for _ in range(cores)])
-    assert off(llm.attend(q, k, v), wanted) < 1e-5
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("n_heads, n_kv, n, total", [
+    (6, 3, 40, 1100), (4, 1, 1, 2100), (4, 1, 40, 2100), (2, 2, 3, 1100), (21, 7, 1, 1100), (6, 2, 5, 5)])
+def test_attention_on_many_tokens_is_attention(monkeypatch, kind, n_heads, n_kv, n, total):
+    """Head by head, with every key repeated for the heads that share it."""
+    heads(monkeypatch, n_heads, n_kv, 64)
+    q, k, v = normal(1, n_heads, n, 64), normal(2, n_kv, total, 64), normal(3, n_kv, total, 64)
+    function = llm.KERNELS["attend"][KINDS.index(kind)]
+    keys, values = (mx.repeat(x, n_heads // n_kv, axis=0) for x in (k, v))
+    hidden = mx.arange(total) > mx.arange(total - n, total)[:, None]
+    wanted = mx.softmax(mx.where(hidden, -mx.inf, q @ keys.swapaxes(1, 2) / 8), axis=-1) @ values
+    assert off(function(q, k, v), wanted) < 1e-5
 
 
-@pytest.mark.parametrize("cores", [1, 2, 3, 5])
-@pytest.mark.parametrize("length", [1, 2, 3, 4, 7])
-def test_in_parallel_leaves_out_and_repeats_nothing(monkeypatch, cores, length):
-    monkeypatch.setattr(llm, "STREAMS", [mx.new_stream(mx.cpu) for _ in range(cores)])
-    a, b, seen = normal(1, length, 2**17), normal(2, length, 3), []
-    out = llm.in_parallel(lambda a, b: seen.append(len(a)) or a[:, :3] * b, a, b)
-    assert mx.array_equal(out, a[:, :3] * b)
-    assert len(seen) == min(cores, length) and max(seen) - min(seen) <= 1
-
-
-def test_e_to_the_x_is_float32_from_16_bits_and_exact():
-    x = mx.array([-87, -20.5, -1, -0.001, 0, 1, 20.5], dtype=mx.float32)
-    assert mx.allclose(llm.exp(x), mx.exp(x), rtol=3e-6, atol=0)   # 2.71828 would be 1e-6 * 87 off
-    assert llm.exp(x.astype(mx.bfloat16)).dtype == mx.float32
-
-
-def test_attention_with_scores_that_exp_cannot_hold():
+@pytest.mark.parametrize("kind", KINDS)
+def test_attention_with_scores_that_exp_cannot_hold(monkeypatch, kind):
     """Rows with scores about 500 and about -500: each is brought to 0 by its own largest."""
+    heads(monkeypatch, 1, 1, 16)
     k, v = normal(2, 1, 6, 16), normal(3, 1, 6, 16)
     q = mx.concatenate([k[:, :1] * 600, -k[:, :1] * 600, k[:, 3:4] * 0.1], axis=1) + mx.zeros((1, 3, 16))
-    found = llm.attend(q, k, v)
+    found = llm.KERNELS["attend"][KINDS.index(kind)](q, k, v)
     scores = mx.where(mx.arange(6) > mx.arange(3, 6)[:, None], -mx.inf, (q @ k.swapaxes(1, 2)) / 4)
     assert off(found, mx.softmax(scores, axis=-1) @ v) < 1e-5
 
 
-def test_a_future_token_is_hidden_however_well_it_fits():
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_future_token_is_hidden_however_well_it_fits(monkeypatch, kind):
+    heads(monkeypatch, 1, 1, 4)
     q = mx.ones((1, 2, 4)) * 100
     k = mx.array([[-1000.0], [1000.0]])[None] * mx.ones(4)
     v = mx.array([[1.0], [2.0]])[None] * mx.ones(4)
-    assert llm.attend(q, k, v)[0, 0, 0].item() == 1
+    assert llm.KERNELS["attend"][KINDS.index(kind)](q, k, v)[0, 0, 0].item() == 1
 
 
-def test_a_gate_far_from_zero_stays_finite(tiny):
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_gate_far_from_zero_stays_finite(tiny, kind):
+    llm.use_kernels(kind)
     x = normal(1, 3, llm.D_MODEL) * 1e4
     g = x @ llm.W["model.layers.0.mlp.gate_proj.weight"].T
     assert mx.abs(g).max() > 100
@@ -107,6 +110,7 @@ def test_every_draw_of_a_text_has_the_options(tiny, monkeypatch):
 
 
 def test_the_cache_s_room_is_a_multiple_of_256(tiny):
+    llm.use_kernels("fused")
     cache = fresh()
     for n in (1, 254, 1, 1, 300):
         k = mx.ones((2, n, 64))
@@ -116,22 +120,13 @@ def test_the_cache_s_room_is_a_multiple_of_256(tiny):
         assert keys.shape[1] == total
 
 
-@pytest.mark.parametrize("cores", [2, 3])
-def test_the_feed_forward_layer_cut_for_the_cores_is_the_same(tiny, monkeypatch, cores):
-    x = normal(1, 501, llm.D_MODEL)                     # 501 x 384 numbers: enough to be cut
-    monkeypatch.setattr(llm, "STREAMS", [])
-    wanted = llm.ffn(x, 0)
-    monkeypatch.setattr(llm, "STREAMS", [mx.new_stream(mx.cpu) for _ in range(cores)])
-    assert off(llm.ffn(x, 0), wanted) < 1e-6
-
-
 @pytest.mark.parametrize("rows, columns", [(1031, 128), (2432, 128), (96, 2048), (2176, 64)])
-@pytest.mark.parametrize("n", [1, 2, 8, 9])
-def test_a_product_in_pieces_is_the_product(monkeypatch, rows, columns, n):
+@pytest.mark.parametrize("n", [1, 2, 32, 33])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_product_of_few_or_many_rows_is_the_product(monkeypatch, kind, rows, columns, n):
     monkeypatch.setitem(llm.W, "some.weight", normal(1, rows, columns))
-    monkeypatch.setattr(llm, "STREAMS", [mx.new_stream(mx.cpu) for _ in range(3)])
     x = normal(2, n, columns)
-    assert off(llm.linear(x, "some.weight"), x @ llm.W["some.weight"].T) < 1e-5
+    assert off(llm.KERNELS["linear"][KINDS.index(kind)](x, "some.weight"), x @ llm.W["some.weight"].T) < 1e-5
 
 
 @pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan")])
@@ -152,7 +147,7 @@ def test_a_space_that_begins_the_new_text_is_kept(monkeypatch):
     assert list(llm.stream([0], [], 0, 1)) == [" b"]
 
 
-@pytest.mark.parametrize("kind", ["explicit", "fused"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_two_tokens_at_once(tiny, kind):
     llm.use_kernels(kind)
     cache, ids = fresh(), [10, 11, 12, 13]
@@ -244,10 +239,11 @@ def test_without_options_the_defaults_are_those_said(tiny, monkeypatch, capsys):
     seen = []
     monkeypatch.setattr(llm, "stream", lambda *args: iter(seen.append(args) or []))
     monkeypatch.setattr(sys.stdout, "reconfigure", lambda **k: None, raising=False)
-    for extra, max_tokens in ([], 100), (["--chat"], llm.MAX_POSITIONS // 4):
+    asked = len(llm.turn_ids("user", "hi"))             # a chat's question is in the cache before the answer begins
+    for extra, start_pos, max_tokens in ([], 0, 100), (["--chat"], asked, llm.MAX_POSITIONS // 4):
         monkeypatch.setattr(sys, "argv", ["x", "--model", str(tiny), "hi", *extra])
         llm.main()
-        assert seen[-1][2:] == (0, max_tokens, 0.0, 0.95)
+        assert seen[-1][2:] == (start_pos, max_tokens, 0.0, 0.95)
 
 
 def test_prefill_and_decode_are_timed_apart(tiny, monkeypatch, capsys):
@@ -288,17 +284,17 @@ def test_without_a_word_of_it_every_query_head_has_its_own_key_head(tmp_path, fo
 def test_rope_is_right_far_from_the_start(tiny, position):
     """Against the reference in float64; float32 angles are off by 2e-3 radians at worst there."""
     q = normal(5, 4, 1, llm.D_HEAD)
-    for kernel in llm.KERNELS["explicit"][1], llm.KERNELS["fused"][1]:
-        turned = kernel(q, q, mx.array([position]))[0]
+    for kernel in llm.KERNELS["apply_rope"]:
+        turned = mx.array(kernel(q, q, mx.array([position]))[0])
         wanted = [reference.rope(head, position, llm.THETA) for head in q[:, 0].tolist()]
         assert mx.max(mx.abs(turned[:, 0] - mx.array(wanted))).item() < 0.01
 
 
-def test_both_kernels_turn_by_the_same_angles(tiny):
+def test_all_three_sets_turn_by_the_same_angles(tiny):
     """Attention would not tell: it depends on the distance alone."""
     q = normal(5, 4, 3, llm.D_HEAD)
-    explicit, fused = (llm.KERNELS[kind][1](q, q, mx.arange(7, 10))[0] for kind in ("explicit", "fused"))
-    assert off(explicit, fused) < 1e-5
+    explicit, fused, numpy = (kernel(q, q, mx.arange(7, 10))[0] for kernel in llm.KERNELS["apply_rope"])
+    assert off(fused, explicit) < 1e-5 and off(numpy, explicit) < 1e-5
 
 
 def test_a_small_top_p_keeps_as_many_as_it_takes():
@@ -326,7 +322,7 @@ def test_a_chat_gets_no_token_but_those_of_its_template(tiny, monkeypatch):
 def test_typed_lines_are_taken_as_they_are(monkeypatch):
     import io
     monkeypatch.setattr(sys, "stdin", io.StringIO("  x \n\n \ny\n"))
-    assert list(llm.typed_lines()) == ["  x ", "y"]
+    assert list(llm.typed_lines()) == ["  x ", "", " ", "y"]
 
 
 def test_trace_needs_room_for_the_token_that_it_adds(tiny, monkeypatch):
@@ -354,8 +350,10 @@ def test_the_largest_seed_an_empty_chat_and_a_folder_named_by_a_dot(tiny, monkey
     llm.main()
     assert capsys.readouterr().out.startswith("Model:  tiny-qwen3 ")
     monkeypatch.setattr(sys, "argv", ["x", "--model", ".", "--chat", " "])
-    with pytest.raises(ValueError, match="the prompt is empty"):
+    with pytest.raises(SystemExit) as end:
         llm.main()
+    assert end.value.code == 1
+    assert capsys.readouterr().err == "the question is empty\n"
 
 
 def test_a_head_that_is_not_given_is_rounded_down(tmp_path):
@@ -373,11 +371,6 @@ def test_of_two_thetas_it_is_the_one_that_transformers_takes(tmp_path, folder_of
     assert llm.THETA == theta
 
 
-def test_fused_is_fused():
-    names = [function.__name__ for function in llm.KERNELS["fused"]]
-    assert names == ["fused_rms_norm", "fused_apply_rope", "fused_attend"]
-
-
 def test_model_safetensors_comes_before_an_index(tmp_path, folder_of):
     folder = shutil.copytree(folder_of("tied"), tmp_path / "copy")
     (folder / "model.safetensors.index.json").write_text('{"weight_map": {"x": "not-there.safetensors"}}')
@@ -390,14 +383,11 @@ def test_without_a_word_of_it_theta_is_10000(tmp_path, folder_of):
 
 
 def test_what_stands_after_the_last_thought_is_kept(tiny, monkeypatch, capsys):
-    runs = []
-    def stream(ids, *rest):
-        runs.append(ids)
-        yield "a</think>b</think>\n\nc"
-    monkeypatch.setattr(llm, "stream", stream)
+    runs, prefill = [], llm.prefill
+    monkeypatch.setattr(llm, "prefill", lambda ids, *rest: runs.append(ids) or prefill(ids, *rest))
+    monkeypatch.setattr(llm, "stream", lambda *rest: iter(["a</think>b</think>\n\nc"]))
     llm.chat(["x", "y"], max_tokens=5)
-    kept, question = llm.turn_ids("assistant", "c"), llm.turn_ids("user", "x")
-    assert runs[1][len(question):][:len(kept)] == kept
+    assert runs == [llm.turn_ids("user", "x"), llm.turn_ids("assistant", "c") + llm.turn_ids("user", "y")]
 
 
 def test_a_conversation_that_just_fits_goes_on(tiny, monkeypatch, capsys):
