@@ -156,7 +156,7 @@ MUTATIONS = {
         "numpy_extend_cache", "keys[:, length:total], values",
         "keys[:, length + (length > 0):total + (length > 0)], values"),
     "numpy: a cache that grows forgets what it held": (
-        "numpy_extend_cache", "np.concatenate([x[:, :length], room]", "np.concatenate([0 * x[:, :length], room]"),
+        "numpy_extend_cache", "values[:, :length] = old", "values[:, :length] = old[0], 0 * old[1]"),
     "numpy: two texts write into one cache": ("numpy_extend_cache", " or length < written[0]", ""),
     "numpy: SiLU with the sign turned": ("numpy_silu", "np.exp(-gate)", "np.exp(gate)"),
 }

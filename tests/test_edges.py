@@ -353,7 +353,7 @@ def test_the_largest_seed_an_empty_chat_and_a_folder_named_by_a_dot(tiny, monkey
     with pytest.raises(SystemExit) as end:
         llm.main()
     assert end.value.code == 1
-    assert capsys.readouterr().err == "the question is empty\n"
+    assert capsys.readouterr().err == "llm_inference.py: the question is empty\n"
 
 
 def test_a_head_that_is_not_given_is_rounded_down(tmp_path):
