@@ -1,6 +1,7 @@
 """Quantised checkpoints: as mlx_lm.convert -q makes them, and --quantize. Judges: mlx-lm and transformers."""
 import itertools
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -51,14 +52,19 @@ def pack(weights, names, **packing):
 
 @pytest.fixture
 def packed(monkeypatch):
-    """Load as on a GPU, where the matrices stay packed; what then computes is still the CPU."""
-    def load(*args, **options):
+    """Load as on a GPU with its functions, where the matrices stay packed; what then computes is still the CPU."""
+    def load(*args, kernels="fused", **options):
+        if kernels != "fused":
+            llm.W.clear()                                       # packed ones, maybe, that only "fused" can use
+        llm.use_kernels(kernels)
         with monkeypatch.context() as patch:
             patch.setattr(mx, "default_device", lambda: mx.gpu)
-            llm.W.clear()
-            llm.use_kernels("fused")
             llm.load_model(*args, **options)
-    return load
+
+    before = llm.kernels
+    yield load
+    llm.W.clear()
+    llm.use_kernels(before)
 
 
 def logits():
@@ -110,7 +116,9 @@ def test_packed_weights_compute_the_same_and_are_mlx_lm_s_bit_for_bit(tmp_path, 
     else:
         packed(source, mx.float32, quantize=4)
     for name in [name.removesuffix(".scales") for name in WEIGHTS if name.endswith(".scales")]:
-        for found, part in zip(llm.W[f"{name}.weight"][:3], ("weight", "scales", "biases"), strict=True):
+        *parts, packing = llm.W[f"{name}.weight"]
+        assert packing == {"group_size": 64, "bits": 4} or packing == {"group_size": 64, "bits": 4, "mode": "affine"}
+        for found, part in zip(parts, ("weight", "scales", "biases"), strict=True):
             assert mx.array_equal(found, WEIGHTS[f"{name}.{part}"])
     assert llm.W["lm_head.weight"] is llm.W["model.embed_tokens.weight"]
     assert differ_by(logits(), GOLDEN["mlx_lm.4"]) < 1e-4
@@ -140,6 +148,24 @@ def test_every_group_size_with_every_number_of_bits(tmp_path, packed, wide, grou
     assert all(isinstance(llm.W[name], tuple) for name in matrices)
     assert differ_by(logits(), wanted) < 1e-4
     assert llm.embed(IDS).shape == (len(IDS), 128)
+
+
+def test_on_a_gpu_matrices_are_written_out_for_functions_that_can_t_use_packed_ones(tmp_path, packed):
+    folder = write(tmp_path / "q")
+    for kernels, dtype in (("explicit", mx.bfloat16), ("numpy", mx.float32)):
+        packed(folder, kernels=kernels)
+        assert {w.dtype for w in llm.W.values()} == {dtype} and llm.kernels == kernels
+        assert differ_by(logits(), GOLDEN["mlx_lm.4"]) < {mx.bfloat16: 0.1, mx.float32: 1e-4}[dtype]
+
+
+def test_packed_weights_are_refused_by_functions_that_can_t_use_them(tmp_path, packed):
+    packed(write(tmp_path / "q"), mx.float32)
+    functions = [getattr(llm, name) for name in llm.KERNELS]
+    for kernels in ("explicit", "numpy"):
+        with pytest.raises(ValueError, match="packed"):
+            llm.use_kernels(kernels)
+    assert [getattr(llm, name) for name in llm.KERNELS] == functions and llm.kernels == "fused"
+    assert differ_by(logits(), GOLDEN["mlx_lm.4"]) < 1e-4
 
 
 def test_on_a_gpu_the_type_is_the_stored_one(tmp_path, packed):
@@ -178,13 +204,15 @@ def test_the_memory_that_is_asked_for_is_that_of_the_weights(tmp_path, source, p
     load(source, mx.float32, quantize=4)
     arrays = {id(w): w for w in llm.W.values()}.values()
     needed = sum(part.nbytes for w in arrays for part in (w[:3] if isinstance(w, tuple) else (w,)))
+    wanted = logits()
     for more, fits in ((0, True), (-1, False)):
         monkeypatch.setattr(llm.os, "sysconf", lambda name: 1 if name == "SC_PAGE_SIZE" else needed + more)
         if fits:
             load(source, mx.float32, quantize=4)
         else:
             with pytest.raises(ValueError, match="memory"):
-                load(source, mx.float32, quantize=4)
+                load(source, mx.float32, quantize=8 if where == "GPU" else 4)
+    assert mx.array_equal(logits(), wanted)                     # the model before is still there
 
 
 def test_packed_weights_keep_the_stream_in_the_stored_dtype(tmp_path, packed):
@@ -269,6 +297,11 @@ def test_group_sizes_may_be_mixed_too(tmp_path, packed, where):
     ({"quantization": AFFINE | {"mode": "nvfp4", "group_size": 16}}, {}, "nvfp4"),
     ({"quantization": AFFINE | {PROJECTION: {"bits": 8, "group_size": 64}}}, {}, PROJECTION),
     ({"quantization": AFFINE | {PROJECTION: False}}, {}, PROJECTION),
+    ({"quantization": AFFINE | {PROJECTION: {"bits": 4, "group_size": 0.5}}}, {}, PROJECTION),
+    ({"quantization": AFFINE | {PROJECTION: {"group_size": 64}}}, {}, PROJECTION),
+    ({"quantization": AFFINE | {PROJECTION: {}}}, {}, PROJECTION),
+    ({"quantization": AFFINE | {PROJECTION: [4, 64]}}, {}, PROJECTION),
+    ({"quantization": AFFINE | {"model.layers.9.mlp.down_proj": {"bits": 7, "group_size": 64}}}, {}, "layers.9"),
     ({"quantization": AFFINE | {PROJECTION: AFFINE | {"bits": 7}}}, {}, PROJECTION),
     ({"quantization": AFFINE | {PROJECTION: AFFINE | {"mode": "mxfp4"}}}, {}, "mxfp4"),
     ({"quantization_config": {"quant_method": "awq", "bits": 4}}, {}, "awq"),
@@ -290,11 +323,11 @@ def test_group_sizes_may_be_mixed_too(tmp_path, packed, where):
     ({"intermediate_size": 256}, {}, "mlp"),
 ])
 def test_what_it_would_get_wrong_is_refused_by_name_and_the_old_model_stays(tmp_path, tiny, config, tensors, said):
-    before = dict(llm.W)
+    before, wanted = dict(llm.W), logits()
     with pytest.raises(ValueError) as error:
         llm.load_model(write(tmp_path / "q", config, **tensors))
     assert said in str(error.value) and "\n" not in str(error.value)
-    assert llm.W == before and llm.D_MODEL == 128
+    assert llm.W == before and llm.D_MODEL == 128 and mx.array_equal(logits(), wanted)
 
 
 def test_rows_that_make_no_groups_of_64_are_refused_by_name(folder_of, tiny):
@@ -322,8 +355,9 @@ def test_the_bundled_model_still_knows_its_capitals(bits, tiny):
 
 def test_quantize_on_the_command_line():
     program = [sys.executable, str(HERE.parent / "llm_inference.py"), "--model", str(HERE / "tiny-qwen3")]
-    done = subprocess.run([*program, "--quantize", "4", "The capital of France is"], capture_output=True, text=True)
+    options = {"capture_output": True, "text": True, "env": {"PATH": os.environ["PATH"], "OPENBLAS_NUM_THREADS": "1"}}
+    done = subprocess.run([*program, "--quantize", "4", "The capital of France is"], **options)
     assert done.returncode == 0 and done.stderr == ""
     assert "Output: The capital of France is Paris." in done.stdout
-    done = subprocess.run([*program, "--quantize", "5"], capture_output=True, text=True)
+    done = subprocess.run([*program, "--quantize", "5"], **options)
     assert done.returncode == 2 and len(done.stderr.splitlines()) == 1 and "--quantize" in done.stderr
