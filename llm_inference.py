@@ -479,7 +479,7 @@ def numpy_silu(gate):
     gate = np.asarray(gate)
     with np.errstate(over="ignore"):
         power = np.exp(-gate)
-    power += 1                                                  # in place: a new array costs more than the sum
+    power += 1                                                  # in place: a new array would cost more
     return np.divide(gate, power, out=power)
 
 
@@ -831,11 +831,11 @@ def show_layers(ids, seen):
         largest, head = mx.max(weights, axis=0).tolist(), mx.argmax(mx.max(weights, axis=-1)).item()
         strip = "".join(shades[round(8 * largest[i])] * width for i in columns)
         said = mx.argmax(lens[layer]).item()
-        rows.append(f"layer {layer:2} {strip} {head:6}  {bar(lens[layer, said].item(), 12)} {spell(said)}")
+        rows.append(f"layer {layer:2} {strip} {head:5}  {bar(lens[layer, said].item(), 12)} {spell(said)}")
     show("Steps 5 and 7: in each layer, where the last token looks, and the answer if the model ended there",
-         "Look at the token that darkens before the answer takes shape; idle heads look at the first token."
-         + f" Of {n} tokens the first 4 and the last 20 are shown." * (n > 24),
-         f"{'':9}{'looks at':{width * len(columns)}} {'head':>6}  {'probability of':19} next token", rows)
+         "Look at the token that darkens before the answer takes shape"
+         + ("; idle heads look at the first token." if n <= 24 else ". Shown: the first 4 and the last 20."),
+         f"{'':9}{'looks at':{width * len(columns)}} {'head':>5}  {'probability of':19} next token", rows)
 
 
 def explain(prompt):
@@ -1159,8 +1159,14 @@ def download(folder, repo=None):
     right. If the Hub can't be reached for that, this says so and returns the bundled model's folder.
     """
     from huggingface_hub import HfApi, hf_hub_download, snapshot_download, try_to_load_from_cache   # slow
-    if repo:                                                    # without a network this takes its cached copy
+    if repo:
         patterns = [*FILES, "tokenizer_config.json", "chat_template.jinja", "model*.safetensors*"]
+        try:                                                    # snapshot_download would wait for a silent Hub
+            HfApi().model_info(repo, timeout=4, token=False)
+        except Exception:
+            with contextlib.suppress(Exception):                # an earlier copy serves without a network, too
+                return Path(snapshot_download(repo, allow_patterns=patterns, local_files_only=True))
+            raise
         return Path(snapshot_download(repo, allow_patterns=patterns, token=False))
     # The library wrote this copy and checked each file's size: hashing 1.5 GB in every run would be slow
     cached = [try_to_load_from_cache(REPO, name, revision=REVISION) for name in FILES]

@@ -12,6 +12,7 @@ they are random, in Qwen3-0.6B's shapes; for the same reason decode starts from 
 import argparse
 import ctypes
 import importlib.metadata
+import itertools
 import json
 import os
 import platform
@@ -49,10 +50,20 @@ def mlx_device(mx):
     return f"{mx.default_device().type.name} {mx.device_info()['device_name']}"
 
 
+def openblas_kernel():
+    """Which of its kernels NumPy's OpenBLAS chose for this processor, if threadpoolctl is there to tell."""
+    try:
+        from threadpoolctl import threadpool_info
+        return ", ".join(f"OpenBLAS {lib['version']} {lib['architecture']}" for lib in threadpool_info()
+                         if lib["internal_api"] == "openblas")
+    except ImportError:
+        return "its BLAS (threadpoolctl would tell which kernel)"
+
+
 def ours(folder):
     """llm_inference.py through its own functions."""
     sys.path.insert(0, str(ROOT))
-    import llm_inference as llm                     # first: it loads OpenBLAS before MLX
+    import llm_inference as llm
     import mlx.core as mx
     _, load = timed(llm.load_model, folder)
     llm.EOS_IDS.clear()                             # no text may end early
@@ -62,15 +73,29 @@ def ours(folder):
         cache = [None] * llm.N_LAYERS
         for layer_idx in range(llm.N_LAYERS if n else 0):
             k, v = (mx.random.normal((llm.N_KV, n, llm.D_HEAD), dtype=dtype) for _ in "kv")
-            llm.extend_cache(cache, layer_idx, k, v)
-        mx.eval(cache)
+            if llm.kernels == "numpy":
+                k, v = (numpy.asarray(x) for x in (k, v))
+            mx.eval([x for x in llm.extend_cache(cache, layer_idx, k, v) if isinstance(x, mx.array)])
         return cache
 
+    def tokens(ids, cache, n, count):
+        for token, _ in itertools.islice(llm.next_tokens(ids, cache, n), count):
+            yield token
+
+    def products():
+        """Passes a second that all matrices allow, each once as a NumPy product with a vector."""
+        matrices = [numpy.asarray(w) for name, w in llm.W.items() if w.ndim == 2 and "embed" not in name]
+        vectors = {w.shape[1]: numpy.ones((1, w.shape[1]), dtype=numpy.float32) for w in matrices}
+        return 3 / min(timed(lambda: [vectors[w.shape[1]] @ w.T for w in matrices * 3])[1] for _ in range(3))
+
+    import numpy
+
     facts = describe(load, dtype.size, dtype, mlx_device(mx), "mlx", "tokenizers")
-    facts["uses"] += ", OpenBLAS" * llm.HAS_OPENBLAS
+    facts["uses"] += f", {llm.kernels} functions, NumPy {numpy.__version__} with {openblas_kernel()}"
+    ours.products = products
     # A token reads all matrices, but of the embedding a row. (If tied, W holds that again, as the head.)
     facts["weights"] = sum(w.size for w in llm.W.values()) - llm.W["model.embed_tokens.weight"].size
-    return facts, fill, llm.stream
+    return facts, fill, tokens
 
 
 def mlx_lm(folder):
@@ -157,6 +182,8 @@ def serve(name, folder):
             text = tokens([0], fill(n), n, count + 1)
             next(text)
             answer = count / timed(lambda: [next(text) for _ in range(count)])[1]
+        elif command == "products":
+            answer = ours.products()
         else:
             answer = peak_memory()
         list(text)                                  # to the end: nothing may still run in another's turn
@@ -256,6 +283,8 @@ def measure(args, folder):
         row = f"decode after {n}, tokens/s"
         take_turns(row, lambda name: ask(workers[name], f"decode {n} {args.tokens}"), pythons)
         bandwidths.append(float(subprocess.check_output(worker_command(sys.executable, "bandwidth", folder))))
+        if n == args.lengths[0]:
+            take_turns("all matrices as NumPy products, passes/s", lambda name: ask(workers[name], "products 0 0"), [OURS])
     for worker in workers.values():
         worker.communicate()
     programs = [name for name in pythons if name in (OURS, "mlx-lm")]
@@ -270,14 +299,19 @@ def print_table(args, rows, facts, bandwidth):
     cells["share of the bandwidth, %"] = {
         name: 100 * speed * weights * facts[name]["size"] / bandwidth
         for name, speed in cells[f"decode after {shortest}, tokens/s"].items()}
-    print("|", " | ".join(["", *facts]), "|\n|---" + "|---:" * len(facts) + "|")
+    limit = cells["all matrices as NumPy products, passes/s"][OURS]
+    cells["share of what the products alone allow, %"] = {
+        name: 100 * speed / limit for name, speed in cells[f"decode after {shortest}, tokens/s"].items()}
+    peers = [name for name in facts if name != OURS]
+    heads = ["", OURS] + [head for name in peers for head in (name, "ratio")]
+    print("|", " | ".join(heads), "|\n|---" + "|---:" * (len(heads) - 1) + "|")
     for row, values in cells.items():
-        texts = dict.fromkeys(facts, "not run") | {name: f"{value:.3g}" for name, value in values.items()}
-        for name in set(values) - {OURS}:
-            texts[name] += f" ({values[OURS] / values[name]:.2f})"
-        print("|", " | ".join([row, *texts.values()]), "|")
+        texts = [f"{values[name]:.3g}" if name in values else "not run" for name in facts]
+        ratios = [f"{values[OURS] / values[name]:.2f}" if name in values else "" for name in peers]
+        texts[1:] = [text for pair in zip(texts[1:], ratios) for text in pair]
+        print("|", " | ".join([row, *texts]), "|")
     print(f"""
-In brackets ours / theirs: more is better for tokens/s, less for s and GB. Medians of {args.repeats} turns.
+A ratio is ours / theirs: more is better for tokens/s, less for s and GB. Medians of {args.repeats} turns.
 Peak memory: loading and the prefills. Start to first token: a whole process that adds one token to five.
 Not run: there is no such program, or going by the length before the prefill takes over {args.patience:.0f} s.
 Share of the bandwidth: {weights / 1e6:.0f} million weights a token, at the speed after {shortest}, of the
@@ -306,6 +340,8 @@ def main():
     add("--worker", nargs=2, metavar=("KIND", "DIR"), help=argparse.SUPPRESS)
     args = parser.parse_args()
     args.busy = os.getloadavg()[0]
+    for name in ("OPENBLAS_CORETYPE", "OPENBLAS_L2_SIZE"):      # they keep OpenBLAS from its best kernel
+        os.environ.pop(name, None)
     os.environ |= {"HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1", "PYTHONWARNINGS": "ignore"}
     if not args.worker:
         if not args.model:

@@ -51,7 +51,7 @@ def clone(tmp_path, files):
     text, count = re.subn(r'"([\w.]+)": "[0-9a-f]{64}"',
                           lambda m: f'"{m[1]}": "{hashlib.sha256(files[m[1]]).hexdigest()}"',
                           Path(llm.__file__).read_text(encoding="utf-8"))
-    assert count == 3 and text.count("timeout=4") == 1
+    assert count == 3 and text.count("timeout=4") == 2
     text = text.replace("timeout=4", "timeout=1")       # a silent Hub is waited for as long, and no test need be
     (tmp_path / "llm_inference.py").write_text(text, encoding="utf-8")
     yield tmp_path
@@ -293,3 +293,13 @@ def test_a_model_that_the_hub_does_not_give_is_named_in_one_line(clone, hub, now
     for endpoint in (hub.url, nowhere):
         result = run(clone, endpoint, "--model", "nobody/nothing")
         assert refused(result, "nobody/nothing") and len(result[2]) == 1
+
+
+def test_a_silent_hub_ends_in_one_line_or_in_the_cached_copy(clone, hub):
+    """Within seconds, although the library itself would wait without end."""
+    hub.silent = True
+    assert refused(run(clone, hub.url, "--model", llm.REPO), llm.REPO)
+    hub.silent = False
+    assert run(clone, hub.url, "--model", llm.REPO)[0] == 0
+    hub.silent = True
+    assert run(clone, hub.url, "--model", llm.REPO)[1].startswith(REAL)
