@@ -1161,10 +1161,10 @@ def download(folder, repo=None):
     from huggingface_hub import HfApi, hf_hub_download, snapshot_download, try_to_load_from_cache   # slow
     if repo:
         patterns = [*FILES, "tokenizer_config.json", "chat_template.jinja", "model*.safetensors*"]
-        try:                                                    # snapshot_download would wait for a silent Hub
+        try:                                                    # alone, it would wait for a silent Hub
             HfApi().model_info(repo, timeout=4, token=False)
         except Exception:
-            with contextlib.suppress(Exception):                # an earlier copy serves without a network, too
+            with contextlib.suppress(Exception):                # an earlier copy serves without a network
                 return Path(snapshot_download(repo, allow_patterns=patterns, local_files_only=True))
             raise
         return Path(snapshot_download(repo, allow_patterns=patterns, token=False))
@@ -1216,7 +1216,7 @@ def one_line(text):
     """A text or an error as one line of at most 300 characters, in which nothing can steer a terminal."""
     line = " ".join((str(text) or type(text).__name__).split())
     line = "".join(c if c.isprintable() else repr(c)[1:-1] for c in line)
-    return line if len(line) <= 300 else f"{line[:297]}..."
+    return line if len(line) <= 300 else f"{line[:147]}...{line[-150:]}"    # a reason tends to be at the end
 
 
 def parse_arguments():

@@ -67,9 +67,9 @@ class Answer(BaseHTTPRequestHandler):
             self.reply(b'{"error": "out of order"}', status=hub.status)
         elif hub.garbage:
             self.reply(b"<html>Please log in to this network</html>", {"Content-Type": "text/html"})
-        elif "Authorization" in self.headers or path.startswith("/api/") and not path.startswith(f"{api}/"):
+        elif "Authorization" in self.headers or path.startswith("/api/") and not f"{path}/".startswith(f"{api}/"):
             self.reply(b'{"error": "Invalid username or password."}', status=401)
-        elif path in (f"{api}/revision/{llm.REVISION}", f"{api}/revision/main"):
+        elif path in (api, f"{api}/revision/{llm.REVISION}", f"{api}/revision/main"):
             siblings = [{"rfilename": file} for file in hub.files]
             self.reply(json.dumps({"id": llm.REPO, "sha": llm.REVISION, "siblings": siblings}).encode())
         elif path == f"{api}/tree/{llm.REVISION}":

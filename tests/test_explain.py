@@ -215,7 +215,8 @@ def test_of_a_long_prompt_the_first_4_and_the_last_20_tokens_are_shown_and_it_is
         sections = explained(prompt[:n])
         assert "".join(picture(sections)[0]) == shown
         said = next(s for s in sections if s[0].startswith("Steps 5 and 7"))[1]
-        assert ("first 4 and the last 20" in said) == (n > 24) and (str(n) in said) == (n > 24)
+        assert ("first 4 and the last 20" in said) == (n > 24)
+        assert max(columns(line) for section in sections for line in section) <= 100
     assert len(find(explained("a" * 256), "Step 1")[0][1]) == 256
 
 

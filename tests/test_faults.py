@@ -638,10 +638,10 @@ def test_names_and_values_from_files_do_not_steer_the_terminal(folder, where):
 
 def test_a_very_long_name_or_value_is_cut(folder):
     configure(folder, model_type="x" * 5000)
-    assert one_line(start("--model", folder), "model_type is", "xxx...")
+    assert one_line(start("--model", folder), "model_type is", "xxx...xxx", "which is not supported")
     configure(folder, model_type="qwen3")
     store(folder, {"y" * 5000: mx.zeros(1)})
-    assert one_line(start("--model", folder), "yyy...")
+    assert one_line(start("--model", folder), "yyy...yyy", "the weights hold (1,)")
 
 
 def test_a_prompt_that_can_t_be_used_is_one_line(folder):

@@ -5,10 +5,10 @@ smollm2.py makes the folder SmolLM2-135M from a wheel; golden/smollm2.json holds
 import json
 from pathlib import Path
 
-import llm_inference as llm                                   # before MLX, so that OpenBLAS is
-
 import mlx.core as mx
 import pytest
+
+import llm_inference as llm
 
 FOLDER = Path(llm.__file__).resolve().parent / "SmolLM2-135M"
 GOLDEN = json.loads((Path(__file__).parent / "golden" / "smollm2.json").read_text())
