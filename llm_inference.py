@@ -212,7 +212,7 @@ def silu(gate):
 def ffn(x, layer_idx):
     """down(silu(gate(x)) * up(x)), for every token by itself: (n, 1024) -> (n, 1024). Shazeer 2020.
 
-    What attention has gathered is worked on here, by half of all the weights. The gate decides for each of
+    What attention has gathered is worked on here, by nearly half of all weights. The gate decides for each of
     the 3072 numbers in up(x) whether it counts for this token: a product of two things that depend on x can
     say "if", which a matrix alone can't.
     """
@@ -453,9 +453,9 @@ def numpy_extend_cache(cache, layer_idx, k, v):
 def numpy_attend(q, k, v):
     """attend, one key/value head after another, so that one buffer holds the scores of each.
 
-    A new array for each would double the time, in memory that was never touched before. The mask touches only
-    the new tokens' columns. The scale is put on q and the sum divided out at the end, since both are smaller
-    than the scores. For a single token it is k @ q.T and not q @ k.T, for which BLAS takes twice as long.
+    The mask touches only the new tokens' columns. The scale is put on q and the sum divided out at the end,
+    since both are smaller than the scores. For a single token it is k @ q.T and not q @ k.T, for which BLAS
+    takes twice as long.
     """
     n, total = q.shape[1], k.shape[1]
     q = np.asarray(q).reshape(N_KV, -1, D_HEAD) * np.float32(D_HEAD ** -0.5)
@@ -499,8 +499,8 @@ KERNELS = {
 def use_kernels(kind):
     """From now on compute with the "explicit" functions of the steps, the "fused" or the "numpy" ones.
 
-    NumPy knows neither bfloat16 nor float16: where W is not float32 "numpy" means the explicit ones. For
-    gradients take the explicit ones. ValueError: there is no such set, or it can't compute with what is in W.
+    NumPy has no bfloat16: where W is not float32, "numpy" means the explicit ones. For gradients take the
+    explicit ones. ValueError: there is no such set, or it can't compute with what is in W.
     """
     global kernels
     if kind not in KINDS or kind == "numpy" and "np" not in globals():
@@ -668,7 +668,7 @@ def chat(questions, system=None, think=False, max_tokens=1000, temperature=0.0, 
     """
     if tok.token_to_id("<|im_end|>") not in EOS_IDS:
         raise ValueError("--chat needs a model that ends its turns with <|im_end|>, such as Qwen3-0.6B")
-    if tok.encode("a", add_special_tokens=False).tokens[0][:1] == "\u2581":     # each part would begin a text
+    if "".join(tok.encode("a", add_special_tokens=False).tokens).startswith("\u2581"):
         raise ValueError("--chat needs a tokenizer that does not mark the beginning of a text")
     thought = "" if think or tok.token_to_id("<think>") is None else "<think>\n\n</think>\n\n"
     opening = ids_of(f"<|im_start|>assistant\n{thought}")
