@@ -46,8 +46,8 @@ def tiny(folder_of):
 
 
 @functools.cache
-def code():
-    return compile(Path(llm.__file__).read_text(encoding="utf-8"), llm.__file__, "exec")
+def compiled(text):
+    return compile(text, "llm_inference.py", "exec")
 
 
 @pytest.fixture
@@ -57,13 +57,13 @@ def program(capfd):
     The file runs from its first line to its last, with variables of its own, but in this process: a new one would
     take half a second to import its libraries. What is about processes, signals or terminals starts one.
     """
-    def run(*args, stdin=b"", encoding="utf-8"):
+    def run(*args, stdin=b"", encoding="utf-8", file=Path(llm.__file__)):
         given, out, err = (io.TextIOWrapper(io.BytesIO(data), encoding=encoding, errors=errors)
                            for data, errors in ((stdin, "strict"), (b"", "strict"), (b"", "backslashreplace")))
         argv, status = ["llm_inference.py", *map(os.fsdecode, args)], 0
         with mock.patch.multiple(sys, argv=argv, stdin=given, stdout=out, stderr=err), np.errstate():
             try:
-                exec(code(), {"__name__": "__main__", "__file__": llm.__file__})
+                exec(compiled(file.read_text(encoding="utf-8")), {"__name__": "__main__", "__file__": str(file)})
             except SystemExit as left:
                 status = left.code or 0
             out.flush(), err.flush()
