@@ -226,7 +226,7 @@ def generate_equals_recomputation(folders):
 
     The third token that it chooses becomes the second end token, which must end the text.
     """
-    llm.load_model(folders["small_qwen3"])
+    llm.load_model(folders["narrow"])
     ids, seen, said, sample = llm.encode("Hello, world! " * 19)[:261], [], [], llm.sample
     prompt, llm.EOS_IDS = llm.tok.decode(ids), {0}
 
@@ -307,6 +307,7 @@ def make_folders(place):
     small = {"hidden_size": 24, "intermediate_size": 20, "num_hidden_layers": 2, "head_dim": 8,
              "tie_word_embeddings": False}
     return {name: make_checkpoint(place / name, name) for name in names} | {
+        "narrow": make_checkpoint(place / "narrow", "one_kv_head", **small | {"num_attention_heads": 2}),
         "small_qwen3": make_checkpoint(place / "small_qwen3", "tied", **small),
         "small_llama": make_checkpoint(place / "small_llama", "llama_no_head_dim", **small)}
 

@@ -211,11 +211,11 @@ def test_only_tokens_that_are_new_since_the_last_question_are_run(watch, capsys)
 @pytest.mark.parametrize("think, max_tokens", [(False, 1), (False, 2), (False, 30), (True, 30)])
 def test_the_cache_holds_what_the_whole_conversation_recomputed_would(watch, think, max_tokens):
     """With 1 the last token is not run; with 30 an end token comes first, and the step taken ahead is too many."""
-    llm.chat([FRANCE, ITALY, JAPAN], think=think, max_tokens=max_tokens)
+    llm.chat([FRANCE, ITALY], think=think, max_tokens=max_tokens)
     assert watch.cache_is_as_recomputed()
 
 
-@pytest.mark.parametrize("step", [0, 1, 2, 3, 7])
+@pytest.mark.parametrize("step", [0, 1, 2, 7])
 def test_ctrl_c_at_any_step_leaves_a_conversation_that_goes_on(watch, monkeypatch, step, capsys):
     """Step 0 is the question's prefill, step 1 the answer's opening; at each step half of the layers are done when the signal comes."""
     block = llm.transformer_block

@@ -1,4 +1,5 @@
 """Text as it appears: the pieces shown are what the tokenizer makes of all tokens, without the prompt's part."""
+import functools
 import random
 
 import llm_inference as llm
@@ -59,6 +60,7 @@ def before_cut(kind, prompt):
     return llm.tok.decode(prompt)
 
 
+@functools.cache
 def can_be_completed(data):
     for more in [fill * n for fill in (b"\x80", b"\xbf") for n in (1, 2, 3)]:
         try:
