@@ -1,8 +1,12 @@
-"""What all tests share: the program importable, no network, and one copy of every random checkpoint a session."""
+"""What all tests share: the program, importable and runnable, no network, one copy of every random checkpoint."""
+import functools
+import io
 import os
 import sys
 from pathlib import Path
+from unittest import mock
 
+import numpy as np
 import pytest
 
 os.environ["HF_HUB_OFFLINE"] = "1"                      # before huggingface_hub can be imported; children inherit it
@@ -39,6 +43,34 @@ def tiny(folder_of):
     """tests/tiny-qwen3, loaded in float32; its folder."""
     llm.load_model(folder_of("tiny-qwen3"), llm.mx.float32)
     return folder_of("tiny-qwen3")
+
+
+@functools.cache
+def compiled(text):
+    return compile(text, "llm_inference.py", "exec")
+
+
+@pytest.fixture
+def program(capfd):
+    """A function that runs llm_inference.py as a program: from arguments and stdin to (status, stdout, stderr).
+
+    The file runs from its first line to its last, with variables of its own, but in this process: a new one would
+    take half a second to import its libraries. What is about processes, signals or terminals starts one.
+    """
+    def run(*args, stdin=b"", encoding="utf-8", file=Path(llm.__file__)):
+        given, out, err = (io.TextIOWrapper(io.BytesIO(data), encoding=encoding, errors=errors)
+                           for data, errors in ((stdin, "strict"), (b"", "strict"), (b"", "backslashreplace")))
+        argv, status = ["llm_inference.py", *map(os.fsdecode, args)], 0
+        with mock.patch.multiple(sys, argv=argv, stdin=given, stdout=out, stderr=err), np.errstate():
+            try:
+                exec(compiled(file.read_text(encoding="utf-8")), {"__name__": "__main__", "__file__": str(file)})
+            except SystemExit as left:
+                status = left.code or 0
+            out.flush(), err.flush()
+        past = capfd.readouterr()                       # what libraries write without Python
+        return (status, *(said.buffer.getvalue().decode(encoding) + more for said, more in zip((out, err), past)))
+
+    return run
 
 
 @pytest.fixture(autouse=True)

@@ -5,6 +5,7 @@ Faults are set on the server while it runs. By hand, with a checkpoint's folder,
     PYTHONPATH=. python tests/hub.py FOLDER         # prints the HF_ENDPOINT to set for llm_inference.py
 """
 import contextlib
+import functools
 import hashlib
 import json
 import re
@@ -16,6 +17,11 @@ from pathlib import Path
 from socketserver import TCPServer
 
 import llm_inference as llm
+
+
+@functools.cache
+def sha256_of(data):
+    return hashlib.sha256(data).hexdigest()
 
 
 class Hub(ThreadingHTTPServer):
@@ -97,7 +103,7 @@ class Answer(BaseHTTPRequestHandler):
     def file_headers(self, name):
         """What huggingface_hub wants to know of a file before it asks for it."""
         data = self.server.files[name]
-        tag = f'"{hashlib.sha256(data).hexdigest()}"'
+        tag = f'"{sha256_of(data)}"'
         return {"ETag": tag, "X-Linked-ETag": tag, "X-Linked-Size": len(data), "X-Repo-Commit": llm.REVISION}
 
     def send_file(self, name):

@@ -21,9 +21,16 @@ import reference                                                    # noqa: E402
 from checkpoints import make_checkpoint                             # noqa: E402
 
 SOURCE = (ROOT / "llm_inference.py").read_text()
-FUNCTIONS = {node.name: ast.get_source_segment(SOURCE, node).replace(
-                 ast.get_source_segment(SOURCE, node.body[0]), "0", 1)                      # the docstring goes
-             for node in ast.parse(SOURCE).body if isinstance(node, ast.FunctionDef)}
+LINES = SOURCE.splitlines()
+
+
+def code_of(node):
+    """A function's source from "def" on, its docstring replaced by a 0."""
+    first, start, end = node.body[0], node.lineno - 1, node.end_lineno
+    return "\n".join([*LINES[start:first.lineno - 1], " " * first.col_offset + "0", *LINES[first.end_lineno:end]])
+
+
+FUNCTIONS = {node.name: code_of(node) for node in ast.parse(SOURCE).body if isinstance(node, ast.FunctionDef)}
 
 # What is wrong: the function, the code in it, and what stands there instead, or several pairs of them. Each code must
 # occur exactly once. The checks run with the set that the function belongs to: fused_..., numpy_..., or else explicit.
@@ -215,21 +222,29 @@ def cache_equals_no_cache(folders):
 
 
 def generate_equals_recomputation(folders):
-    """`generate` after a prompt of 261 tokens: its text, and the logits it samples from, and those of whole passes."""
-    llm.load_model(folders["small_qwen3"])
-    ids, seen, sample = llm.encode("Hello, world! " * 19)[:261], [], llm.sample
-    prompt, wanted = llm.tok.decode(ids), []
-    for _ in range(3):                                              # three different ones
-        wanted.append(llm.forward(ids, [None] * llm.N_LAYERS, 0)[-1])
-        ids.append(mx.argmax(wanted[-1]).item())
-    llm.EOS_IDS = {0, ids[-1]}                                      # two end tokens: the text ends at the second
-    llm.sample = lambda logits, *rest: seen.append(logits) or sample(logits, *rest)
+    """`generate` after a prompt of 261 tokens: its text, and the logits it samples from, and those of one whole pass.
+
+    The third token that it chooses becomes the second end token, which must end the text.
+    """
+    llm.load_model(folders["narrow"])
+    ids, seen, said, sample = llm.encode("Hello, world! " * 19)[:261], [], [], llm.sample
+    prompt, llm.EOS_IDS = llm.tok.decode(ids), {0}
+
+    def choose(logits, *rest):
+        seen.append(logits)
+        said.append(sample(logits, *rest))
+        if len(said) == 3:
+            llm.EOS_IDS = {0, said[2].item()}
+        return said[-1]
+
+    llm.sample = choose
     try:
         made = llm.generate(prompt, 4)
     finally:
         llm.sample = sample
-    return (made == llm.tok.decode(ids[:ids.index(ids[-1], 261)])
-            and all(close(found, row) for found, row in zip(seen, wanted)))
+    wanted = llm.forward(ids + [token.item() for token in said[:2]], [None] * llm.N_LAYERS, 0)[-3:]
+    return (len(seen) == 3 and all(close(found[None], row) for found, row in zip(seen, mx.split(wanted, 3)))
+            and made == llm.tok.decode(ids + mx.argmax(wanted[:2], axis=-1).tolist()))
 
 
 @functools.cache
@@ -260,6 +275,12 @@ def logits_equal_hugging_face(folders):
 
 def draws_follow_the_probabilities(folders):
     """Draws by chi-square for six pairs of temperature and top-p, and greedy."""
+    return draws_are_well(llm.sample, llm.nucleus)
+
+
+@functools.cache
+def draws_are_well(*functions):
+    """The same for the functions that draw, which nothing else takes part in: once for each version of them."""
     probs = [0.05, 0.4, 0.1, 0.2, 0.25]
     logits, well = mx.log(mx.array(probs)), llm.sample(mx.array([0.0, 2.0, 1.0])).item() == 1
     mx.random.seed(7)
@@ -283,8 +304,10 @@ CHECKS = {
 def make_folders(place):
     """The checkpoints that the checks need. An EPS of 1e-6 and norm weights far from 1 hide nothing."""
     names = ("three_queries_a_kv_head", "llama_no_head_dim")
-    small = {"hidden_size": 24, "intermediate_size": 20, "num_hidden_layers": 2, "tie_word_embeddings": False}
+    small = {"hidden_size": 24, "intermediate_size": 20, "num_hidden_layers": 2, "head_dim": 8,
+             "tie_word_embeddings": False}
     return {name: make_checkpoint(place / name, name) for name in names} | {
+        "narrow": make_checkpoint(place / "narrow", "one_kv_head", **small | {"num_attention_heads": 2}),
         "small_qwen3": make_checkpoint(place / "small_qwen3", "tied", **small),
         "small_llama": make_checkpoint(place / "small_llama", "llama_no_head_dim", **small)}
 

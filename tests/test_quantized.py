@@ -1,9 +1,6 @@
 """Quantised checkpoints: as mlx_lm.convert -q makes them, and --quantize. Judges: mlx-lm and transformers."""
 import itertools
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import llm_inference as llm
@@ -353,11 +350,8 @@ def test_the_bundled_model_still_knows_its_capitals(bits, tiny):
     assert llm.generate("The capital of France is", 8).startswith("The capital of France is Paris.")
 
 
-def test_quantize_on_the_command_line():
-    program = [sys.executable, str(HERE.parent / "llm_inference.py"), "--model", str(HERE / "tiny-qwen3")]
-    options = {"capture_output": True, "text": True, "env": {"PATH": os.environ["PATH"], "OPENBLAS_NUM_THREADS": "1"}}
-    done = subprocess.run([*program, "--quantize", "4", "The capital of France is"], **options)
-    assert done.returncode == 0 and done.stderr == ""
-    assert "Output: The capital of France is Paris." in done.stdout
-    done = subprocess.run([*program, "--quantize", "5"], **options)
-    assert done.returncode == 2 and len(done.stderr.splitlines()) == 1 and "--quantize" in done.stderr
+def test_quantize_on_the_command_line(program):
+    status, out, err = program("--model", HERE / "tiny-qwen3", "--quantize", "4", "The capital of France is")
+    assert status == 0 and err == "" and "Output: The capital of France is Paris." in out
+    status, out, err = program("--model", HERE / "tiny-qwen3", "--quantize", "5")
+    assert status == 2 and err.count("\n") == 1 and "--quantize" in err
