@@ -25,6 +25,7 @@ numbers in comments are Qwen3-0.6B's. The arrays are MLX's, which is lazy: an ex
 computed, and the work is done when a value is asked for.
 """
 import argparse
+import codecs
 import contextlib
 import functools
 import hashlib
@@ -444,7 +445,7 @@ def numpy_attend(q, k, v):
 
 
 def numpy_silu(gate):
-    """silu for (n, 3072), as gate / (1 + e^-gate). Row by row it stays in the processor's cache: twice as fast."""
+    """silu of (n, 3072) as gate / (1 + e^-gate). A row fits in the processor's cache: twice as fast so."""
     out = np.empty(gate.shape, dtype=np.float32)
     for row, result in zip(np.asarray(gate), out):
         np.divide(row, 1 + np.exp(np.minimum(-row, 88)), out=result)            # float32 can't hold e^89
@@ -476,7 +477,7 @@ def use_kernels(kind):
     such set, or it can't compute with what is in W.
     """
     global kernels
-    refuse(kind not in KINDS or kind == "numpy" and "np" not in globals(), f"there are no {kind!r} kernels here")
+    refuse(kind not in KINDS or kind == "numpy" and "np" not in globals(), f"there are no {kind!r} kernels")
     refuse(kind != "fused" and any(type(w) is tuple for w in W.values()), "packed weights need fused kernels")
     kernels = kind                                              # what load_model puts in place again
     plain = kind == "numpy" and any(w.dtype != mx.float32 for w in W.values())
@@ -488,14 +489,31 @@ use_kernels("fused" if mx.default_device() == mx.gpu else "numpy" if "np" in glo
 
 
 # ==== Text as it appears ====================================================================================
-def whole_text(ids):
-    """The text of some tokens, without a character at its end that may lack bytes: decode shows it as U+FFFD.
+# Of the 256 bytes, those that tokenizers like Qwen3's don't write as the letter with their number
+UNPRINTABLE = sorted(set(range(256)) - set(map(ord, pre_tokenizers.ByteLevel.alphabet())))
 
-    If the model chose U+FFFD itself, a token says so: by its name, as bytes, or as bytes written as letters.
+
+def bytes_of(token_id):
+    """The UTF-8 bytes that a token adds to a text, also parts of characters; none for a special token.
+
+    In tokenizers like Llama 2's a byte that is no character is written "<0xE6>". In those like Qwen3's each
+    byte is a letter: the one with its number, or for those in UNPRINTABLE one from chr(256) on.
     """
-    end = "".join(tok.id_to_token(i) or "" for i in ids[-3:])
-    chosen = end.endswith(("\ufffd", "<0xEF><0xBF><0xBD>", "\u00ef\u00bf\u00bd"))
-    return tok.decode(ids) if chosen else tok.decode(ids).rstrip("\ufffd")
+    piece, once = tok.id_to_token(token_id) or "", tok.decode([token_id])
+    text = tok.decode([token_id, token_id])[len(once):]         # some drop the space where a text begins
+    if "\ufffd" not in text or "\ufffd" in piece:               # whole characters, and maybe U+FFFD itself
+        return text.encode()
+    if piece.startswith("<0x"):
+        return bytes.fromhex(piece[3:5])
+    return bytes(ord(c) if ord(c) < 256 else UNPRINTABLE[ord(c) - 256] for c in piece)
+
+
+def whole_text(ids):
+    """The text of some tokens, without a character at its end that later tokens can complete."""
+    data = b"".join(map(bytes_of, ids[-8:]))
+    _, used = codecs.utf_8_decode(data, "replace", False)       # it stops before bytes that may go on
+    inside = len(data[used:].decode(errors="replace")) == 1     # 2: half a surrogate, which nothing completes
+    return tok.decode(ids).rstrip("\ufffd") if inside else tok.decode(ids)
 
 
 def text_pieces(prompt_ids, new_ids):
@@ -506,7 +524,8 @@ def text_pieces(prompt_ids, new_ids):
     nothing even changes them to U+FFFD: what is shown stays, and the text goes on after as many characters.
     """
     ids, base = list(prompt_ids), tok.decode(prompt_ids)
-    shown = len(whole_text(ids))                                # how many characters of text
+    whole = next(i for i in range(len(ids), -1, -1) if whole_text(ids[:i]) == tok.decode(ids[:i]))
+    shown = len(tok.decode(ids[:whole]))                        # how many characters of text
     for token in new_ids:
         ids.append(token)
         text = whole_text(ids)
@@ -534,14 +553,16 @@ def check_prompt(ids, max_tokens):
     refuse(not ids, "the prompt is empty")
     refuse(len(ids) + max_tokens > MAX_POSITIONS,
            f"{len(ids)} tokens and {max_tokens} new ones do not fit in the context of {MAX_POSITIONS} tokens")
-    refuse(max(ids) >= VOCAB, f"the token {tok.id_to_token(max(ids))!r} is beyond the embedding's {VOCAB} rows")
+    refuse(max(ids) >= VOCAB, f"the prompt has the token {tok.id_to_token(max(ids))!r} with the id "
+           f"{max(ids)}, but the embedding has only {VOCAB} rows")
     return ids
 
 
 def check_finite(value, number):
     """The value. ValueError, which names the first weight that is not finite, if the number is not."""
     if not math.isfinite(number):
-        bad = [name for name, w in W.items() if type(w) is not tuple and not mx.isfinite(w).all()]
+        parts = [(name, part) for name, w in W.items() for part in (w[1:3] if type(w) is tuple else (w,))]
+        bad = [name for name, part in parts if not mx.isfinite(part).all()]
         raise ValueError(f"the logits are not finite; neither is {[*bad, 'a step on the way'][0]}")
     return value
 
@@ -554,7 +575,7 @@ CHAT_FORMS = ("a55ee1b1660128b7098723e0abcd92caa0788061051c62d51cbe87d9cf1974d8"
 
 def check_chat_form(folder):
     """Say on stderr if a model has another chat template. ValueError: its tokenizer can't make our turns."""
-    refuse(tok.token_to_id("<|im_end|>") not in EOS_IDS, "--chat needs a model that ends turns with <|im_end|>")
+    refuse(tok.token_to_id("<|im_end|>") not in EOS_IDS, "--chat needs a model that ends turns in <|im_end|>")
     refuse("\u2581" in tok.encode("a", add_special_tokens=False).tokens[0],
            "--chat needs a tokenizer that does not mark the beginning of a text")
     file, config = folder / "chat_template.jinja", folder / "tokenizer_config.json"
@@ -576,7 +597,9 @@ def turn_ids(role, text):
 
 
 def typed_lines():
-    """The lines of stdin, without the newline at their end."""
+    """The lines of stdin, without the newline at their end. At a terminal readline edits them."""
+    with contextlib.suppress(ImportError):                      # Windows has none
+        import readline                                         # noqa: F401  (from now on input uses it)
     with contextlib.suppress(EOFError):
         while True:
             yield input("> " if sys.stdin.isatty() else "")
@@ -593,18 +616,22 @@ def chat(questions, system=None, think=False, max_tokens=1000, temperature=0.0, 
     thought = "" if think or tok.token_to_id("<think>") is None else "<think>\n\n</think>\n\n"
     opening = ids_of(f"<|im_start|>assistant\n{thought}")
     dim, plain, all_well = terminal_code(2), terminal_code(0), True             # dim: for thoughts
-    said = [] if system is None else turn_ids("system", system)                 # all tokens so far
-    kept, held = [None] * N_LAYERS, 0                           # a cache of the first `held` of them
+    start = [] if system is None else turn_ids("system", system)
+    said, kept, held = start, [None] * N_LAYERS, 0              # tokens; a cache of the first `held` of them
     for question in questions:
         try:
             refuse(not question.strip() or re.fullmatch("(?s)<tool_response>.*</tool_response>", question),
                    "the question is empty, or a whole <tool_response>, to Qwen3's template a tool's answer")
             turn = turn_ids("user", question)
-            check_prompt(said + turn + opening, max_tokens)
+            fits = len(said + turn + opening) + max_tokens <= MAX_POSITIONS
+            check_prompt((said if fits else start) + turn + opening, max_tokens)
         except ValueError as error:
             print("llm_inference.py:", one_line(error), file=sys.stderr)
             all_well = False
             continue
+        if not fits:
+            print(f"(The context of {MAX_POSITIONS} tokens is full: a new chat begins.)", file=sys.stderr)
+            said, kept, held = start, [None] * N_LAYERS, 0
         said, cache, answer = said + turn, list(kept), ""
         try:
             prefill(said[held:], cache, held)
@@ -665,9 +692,8 @@ def trace(prompt):
 # ==== Looking inside: the nine steps on your own prompt, with --explain =====================================
 # A step's number and function, and a regex for what it reads for a token: "" matches all of W, "-" nothing
 STEPS = {"2 embed": "embed", "3 rms_norm": "norm", "4 apply_rope": "-", "5 attention": "self_attn",
-         "6 ffn": "mlp", "7 transformer_block": "layers", "8 linear": "lm_head", "8 forward": "", "8 sample": "-"}
-# Tokenizers like Qwen3's write a byte as the letter with its number, or if it is one of these, from chr(256) on
-UNPRINTABLE = sorted(set(range(256)) - set(map(ord, pre_tokenizers.ByteLevel.alphabet())))
+         "6 ffn": "mlp", "7 transformer_block": "layers", "8 linear": "lm_head", "8 forward": "",
+         "8 sample": "-"}
 
 
 def terminal_code(number):
@@ -678,12 +704,9 @@ def terminal_code(number):
 
 def spell(token_id):
     """A token in quotes, so that a space before it shows; as bytes where these are not whole characters."""
-    piece, once = tok.id_to_token(token_id) or "", tok.decode([token_id])
-    text = tok.decode([token_id, token_id])[len(once):] or piece    # some drop the space where a text begins
-    if "\ufffd" in text and "\ufffd" not in piece:
-        text = bytes.fromhex(piece[3:5]) if piece.startswith("<0x") else (
-            bytes(ord(c) if ord(c) < 256 else UNPRINTABLE[ord(c) - 256] for c in piece))
-    return repr(text)[:20]
+    data = bytes_of(token_id) or (tok.id_to_token(token_id) or "").encode()     # the name of a special token
+    text = data.decode(errors="replace")
+    return repr(text if text.encode() == data else data)[:20]
 
 
 def bar(share, width=16):
@@ -817,7 +840,7 @@ def load_model(folder, dtype=None, quantize=None):
     dtype = dtype or (stored["model.norm.weight"].dtype if as_stored else mx.float32)
     weights = {name: w.astype(dtype) for name, w in stored.items()}
     for name, (w, scales, biases, how) in packed.items() if as_stored and kernels == "fused" else ():
-        weights[name] = (w, scales.astype(dtype), biases.astype(dtype), how)    # a packed matrix stays as small
+        weights[name] = (w, scales.astype(dtype), biases.astype(dtype), how)    # these stay as small
     stored = packed = None                                      # what was stored can go as it is converted
     evaluate(folder, weights)
     W.clear()
@@ -839,8 +862,9 @@ def evaluate(folder, weights):
 # ---- What a checkpoint may say. Everything else is refused, rather than computed wrongly.
 CONSTANTS = {                   # the constants at the top of the file, each with its field in config.json
     "N_LAYERS": "num_hidden_layers", "D_MODEL": "hidden_size", "D_FF": "intermediate_size",
-    "N_HEADS": "num_attention_heads", "N_KV": "num_key_value_heads", "D_HEAD": "head_dim", "VOCAB": "vocab_size",
-    "MAX_POSITIONS": "max_position_embeddings", "EPS": "rms_norm_eps", "THETA": "rope_theta"}
+    "N_HEADS": "num_attention_heads", "N_KV": "num_key_value_heads", "D_HEAD": "head_dim",
+    "VOCAB": "vocab_size", "MAX_POSITIONS": "max_position_embeddings", "EPS": "rms_norm_eps",
+    "THETA": "rope_theta"}
 # MLX's quantised weights: integers of a few bits, and for each group of them in a row a scale and a bias
 QUANTIZED = [{"group_size": group_size, "bits": bits} | mode for group_size in (32, 64, 128)
              for bits in (2, 3, 4, 5, 6, 8) for mode in ({}, {"mode": "affine"})]
@@ -878,13 +902,15 @@ def read_config(path):
         config["layer_types"] = sorted(set(map(str, layers)))
     for field in ("quantization_config", "quantization"):       # mlx-lm also names matrices packed otherwise
         if isinstance(entries := config.get(field), dict):
-            config["packings"] = {name: e for name, e in entries.items() if isinstance(e, (dict, bool))}
-            config[field] = {k: v for k, v in entries.items() if k not in config["packings"]} or None
+            config["packings"] = {name: e | {"group_size": e.get("group_size") or 64} if type(e) is dict else e
+                                  for name, e in entries.items() if type(e) in (dict, bool)}
+            wrong = [e for e in config["packings"].values() if e not in [True, False, *QUANTIZED]]
+            config[field] = wrong or {k: v for k, v in entries.items() if k not in config["packings"]} or None
     # A field that is null is left out, as if it were missing; but model_type must be there to be checked
     config = {"model_type": None} | {field: value for field, value in config.items() if value is not None}
     for field, values in SUPPORTED.items():
-        said = json.dumps(config.get(field))
-        refuse(field in config and config[field] not in values, f"{path}: {field} {said} is not supported")
+        refuse(field in config and config[field] not in values,
+               f"{path}: {field} is {json.dumps(config.get(field))}, which is not supported")
     return config, read_constants(path, config)
 
 
@@ -901,7 +927,7 @@ def read_constants(path, config):
     heads, kv = found["N_HEADS"], found["N_KV"]
     refuse(heads % kv, f"{path}: num_attention_heads {heads} is no multiple of num_key_value_heads {kv}")
     refuse(found["D_HEAD"] % 2, f"{path}: head_dim {found['D_HEAD']} is odd")
-    general = path.with_name("generation_config.json")          # end tokens are in one of two files, or in both
+    general = path.with_name("generation_config.json")          # end tokens are in one of the two, or in both
     ends = [config.get("eos_token_id"), read_json(general).get("eos_token_id") if general.exists() else None]
     ends = [i for end in ends for i in (end if isinstance(end, list) else [end]) if i is not None]
     refuse({*map(type, ends)} - {int}, f"{path.parent}: eos_token_id is {json.dumps(ends)}, not token ids")
@@ -929,12 +955,15 @@ def read_tokenizer(path, rows):
 
 
 def read_weights(folder, config):
-    """{name: array} of model.safetensors, or of its shards, lazy; and whether the head is tied.
+    """{name: array} of model.safetensors or the shards in its index, lazy; and whether the head is tied.
 
     ValueError: a file is cut off, its tensors don't fill it one after another, or a tied head is another one.
     """
-    path, stored = folder / "model.safetensors", {}
-    for path in [path] if path.exists() else sorted(folder.glob("model-*.safetensors")) or [path]:
+    paths, index, stored = [folder / "model.safetensors"], folder / "model.safetensors.index.json", {}
+    if index.exists() and not paths[0].exists():
+        shards = read_json(index).get("weight_map")
+        paths = [folder / str(name) for name in set(shards.values())] if type(shards) is dict else []
+    for path in paths:
         try:
             stored |= mx.load(str(path), format="safetensors")
             with open(path, "rb") as file:                      # its header has each tensor's place
@@ -952,7 +981,8 @@ def read_weights(folder, config):
         embedding = stored.get(name.replace("lm_head", "model.embed_tokens"), mx.array(0))
         same = mx.array_equal(stored.pop(name), embedding)
         refuse(not same, f"{folder}: tie_word_embeddings is true, but {name} is not the embedding's")
-    return {name: w for name, w in stored.items() if not name.endswith("rotary_emb.inv_freq")}, tied    # of old
+    old = "rotary_emb.inv_freq"                                 # which old Llamas have, and nobody needs
+    return {name: w for name, w in stored.items() if not name.endswith(old)}, tied
 
 
 def unpack(folder, config, stored, bits):
@@ -971,7 +1001,6 @@ def unpack(folder, config, stored, bits):
             if bits and stored[name].ndim == 2:                 # from here on as if it had been stored packed
                 stored |= zip(parts, mx.quantize(stored[name], **packing))
             if packing and parts[1] in stored and parts[2] in stored:
-                packing = packing | {"group_size": packing.get("group_size") or 64}
                 packing = QUANTIZED[QUANTIZED.index(packing)]   # with 4 where JSON may say 4.0
                 w, scales, biases = (stored.pop(part) for part in parts)
                 refuse(scales.shape != biases.shape or any(x.dtype not in FLOATS for x in (scales, biases)),
@@ -1026,10 +1055,11 @@ def find_model(wanted=None):
     ValueError: the Hub does not give it, or not as it should be.
     """
     folder = Path(__file__).resolve().parent / "Qwen3-0.6B"
+    for place in (folder, Path("Qwen3-0.6B")) if wanted is None else ():
+        if any(place.glob("model*.safetensors")):
+            return place
     if wanted is not None and (Path(wanted).exists() or not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", wanted)):
         return Path(wanted)
-    if wanted is None and any(folder.glob("model*.safetensors")):
-        return folder
     try:
         return download(wanted, folder)
     except Exception as error:
@@ -1040,7 +1070,7 @@ def find_model(wanted=None):
 
 def download(wanted, folder):
     """Get OWNER/NAME into the Hub's cache; or by default Qwen3-0.6B into folder, where files appear when all
-    are complete and right. Returns where the model is: that cache if a copy is there, without a Hub tests/."""
+    are complete and right. Returns where a model is: that cache if a copy is there, without a Hub tests/."""
     from huggingface_hub import HfApi, hf_hub_download, snapshot_download, try_to_load_from_cache   # slow
     if wanted:
         patterns = [*FILES, "tokenizer_config.json", "chat_template.jinja", "model*.safetensors*"]
@@ -1052,8 +1082,9 @@ def download(wanted, folder):
     try:                                                        # hf_hub_download would try for 23 seconds
         HfApi().model_info(REPO, revision=REVISION, timeout=4, token=False)
     except Exception as error:                                  # offline, no such host, a proxy refuses, ...
-        print(f"The Hugging Face Hub can't be reached ({type(error).__name__}: {one_line(error)}): the bundled "
-              f"tests/tiny-qwen3 runs.\nTo get {REPO} by hand, put {', '.join(FILES)} into {folder}", file=sys.stderr)
+        print(f"Qwen3-0.6B is not here and the Hugging Face Hub can't be reached ({type(error).__name__}: "
+              f"{one_line(error)}): the bundled tests/tiny-qwen3 runs.\nTo get the real model by hand, put "
+              f"{', '.join(FILES)} of {REPO} into {folder}", file=sys.stderr)
         return folder.parent / "tests/tiny-qwen3"
     if (incoming := folder / ".incoming").exists():             # the library locks a file while it fetches it
         print(f"A download into {folder} began before; if it still runs, this waits for it.", file=sys.stderr)
@@ -1077,14 +1108,14 @@ def one_line(text):
 
 def parse_arguments():
     """The command line's options; one line on stderr and status 2 where they are out of range or conflict."""
-    parser = argparse.ArgumentParser("llm_inference.py", description="Continue a text with a Qwen3 or a Llama.")
+    parser = argparse.ArgumentParser("llm_inference.py", description="Continue a text with a Qwen3 or Llama.")
     parser.error = lambda message: parser.exit(2, f"llm_inference.py: {one_line(message)} (--help shows the "
                                                "options; -- comes before a prompt that begins with a dash)\n")
     add, mode = parser.add_argument, parser.add_mutually_exclusive_group().add_argument
-    add("prompt", nargs="?", help='the text to continue, "-" for stdin (default: "The capital of France is")')
+    add("prompt", nargs="?", metavar="PROMPT", help='"-" reads stdin (default: "The capital of France is")')
     add("--model", help="a folder, or OWNER/NAME on the Hugging Face Hub (default: Qwen3-0.6B)")
     add("--max-tokens", type=int, metavar="N", help="add up to N tokens (default: 100; context/4 in a chat)")
-    add("--temperature", type=float, metavar="T", default=0.0, help="0 takes the likeliest token (default: 0)")
+    add("--temperature", type=float, metavar="T", default=0.0, help="0 (default): the likeliest token")
     add("--top-p", type=float, metavar="P", default=0.95, help="draw from the fewest tokens that add up to P")
     add("--seed", type=int, metavar="S", default=time.time_ns(), help="a number that repeats the same draws")
     add("--quantize", type=int, choices=(4, 8), help="round the weights to so many bits")
@@ -1101,7 +1132,8 @@ def parse_arguments():
     if others:
         parser.error(f"unrecognized arguments: {' '.join(others)}")
     if not in_range or args.max_tokens is not None and args.max_tokens < 1:
-        parser.error("--max-tokens must be at least 1, --temperature 0; --top-p in (0, 1]; --seed in [0, 2**64)")
+        parser.error("--max-tokens must be at least 1, --temperature at least 0, --top-p above 0 and up to 1,"
+                     " --seed from 0 to 2**64 - 1")
     if (args.system is not None or args.think) and not args.chat:
         parser.error("--system and --think go with --chat")
     return args
@@ -1121,13 +1153,15 @@ def complete(folder, prompt, max_tokens, temperature, top_p):
         times.append(time.perf_counter())
     times += [time.perf_counter()] * (len(times) == 1)          # an end token came first
     n, prefilled, decoded = min(len(times) - 2, max_tokens - 1), times[1] - times[0], times[-1] - times[1]
-    print(f"{shown}\nTime:   {prefilled + decoded:.2f}s  (prefill {len(ids)} tokens: {len(ids) / prefilled:.0f} "
-          f"tokens/s, decode {n} tokens: {n / decoded if n else 0:.0f} tokens/s)", flush=True)
+    print(f"{shown}\nTime:   {prefilled + decoded:.2f}s  "
+          f"(prefill {len(ids)} tokens: {len(ids) / prefilled:.0f} tokens/s, "
+          f"decode {n} tokens: {n / decoded if n else 0:.0f} tokens/s)", flush=True)
 
 
 def main():
     """Run the program; whatever goes wrong comes out as an exception, which the last lines make one line."""
     args = parse_arguments()
+    refuse(None in (sys.stdin, sys.stdout, sys.stderr), "stdin, stdout or stderr is closed")
     with contextlib.suppress(AttributeError):                   # a notebook's have no reconfigure
         sys.stdout.reconfigure(errors="replace")                # for a terminal that has no Japanese, say
         sys.stdin.reconfigure(encoding="utf-8", errors="surrogateescape")       # a bad line ends no chat
@@ -1147,7 +1181,8 @@ def main():
         return complete(folder, prompt, *options)
     check_chat_form(folder)
     all_well = chat(typed_lines() if args.prompt is None else [prompt], args.system, args.think, *options)
-    return sys.exit(not (all_well or args.prompt is None and sys.stdin.isatty()))
+    if not all_well and (args.prompt is not None or not sys.stdin.isatty()):
+        sys.exit(1)
 
 
 if __name__ == "__main__":
@@ -1156,11 +1191,12 @@ if __name__ == "__main__":
         main()
     except BaseException as error:                              # a panic in tokenizers' Rust is no Exception
         status = {SystemExit: getattr(error, "code", 1), KeyboardInterrupt: 130}.get(type(error), 1)
-        if not isinstance(error, (SystemExit, KeyboardInterrupt, BrokenPipeError)):     # | head -1: it has enough
+        if not isinstance(error, (SystemExit, KeyboardInterrupt, BrokenPipeError)):     # the last: | head -1
             print(f"llm_inference.py: {one_line(error)}", file=sys.stderr, flush=True)
     try:
         sys.stdout.flush()
     except (AttributeError, OSError):                           # or Python would report it once more
         with contextlib.suppress(AttributeError, OSError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    sys.exit(status)
+    if status:
+        sys.exit(status)
