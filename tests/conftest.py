@@ -6,7 +6,6 @@ import sys
 from pathlib import Path
 from unittest import mock
 
-import numpy as np
 import pytest
 
 os.environ["HF_HUB_OFFLINE"] = "1"                      # before huggingface_hub can be imported; children inherit it
@@ -15,6 +14,7 @@ HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parent), str(HERE)]
 
 import llm_inference as llm                             # noqa: E402
+import numpy as np                                      # noqa: E402
 from checkpoints import CHECKPOINTS, make_checkpoint    # noqa: E402
 
 

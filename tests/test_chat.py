@@ -179,9 +179,9 @@ class Watch:
         return True
 
 
-@pytest.fixture(params=llm.KINDS)
+@pytest.fixture(params=["fused", "numpy"])
 def watch(tiny, monkeypatch, request):
-    """For each set of functions; stdin is like a terminal."""
+    """For the set of functions that runs a pass ahead and for one that does not; stdin is like a terminal."""
     llm.use_kernels(request.param)
     monkeypatch.setattr(sys, "stdin", io.StringIO())
     monkeypatch.setattr(sys.stdin, "isatty", lambda: True, raising=False)
@@ -208,6 +208,7 @@ def test_only_tokens_that_are_new_since_the_last_question_are_run(watch, capsys)
     assert prefills(watch) == expected
 
 
+@pytest.mark.parametrize("watch", llm.KINDS, indirect=True)
 @pytest.mark.parametrize("think, max_tokens", [(False, 1), (False, 2), (False, 30), (True, 30)])
 def test_the_cache_holds_what_the_whole_conversation_recomputed_would(watch, think, max_tokens):
     """With 1 the last token is not run; with 30 an end token comes first, and the step taken ahead is too many."""

@@ -103,7 +103,7 @@ def finish(process, within=20):
 
 
 def forget_the_library():
-    """huggingface_hub reads its environment when it is imported: the next import is a new one."""
+    """huggingface_hub reads its environment when it is imported: for another one it must be imported again."""
     for name in [name for name in sys.modules if name.partition(".")[0] == "huggingface_hub"]:
         del sys.modules[name]
     logging.getLogger("huggingface_hub").handlers.clear()
@@ -113,10 +113,14 @@ def forget_the_library():
 def run(clone, program, monkeypatch):
     """A function that runs the program in the clone, in this process, and returns what finish does."""
     monkeypatch.chdir(clone)
+    known = []
 
     def run(endpoint, *args, **more):
-        with mock.patch.dict(os.environ, environment(clone, endpoint, **more), clear=True):
+        wanted = environment(clone, endpoint, **more)
+        if known != [wanted]:
             forget_the_library()
+            known[:] = [wanted]
+        with mock.patch.dict(os.environ, wanted, clear=True):
             status, out, err = program("--max-tokens", "2", *args, file=clone / "llm_inference.py")
         return status, out, lines(err)
 
@@ -314,7 +318,7 @@ def test_owner_and_name_are_fetched_into_the_hubs_cache_which_the_default_uses_t
     assert {name for _, name, _ in hub.asked} == {"api", *llm.FILES, "tokenizer_config.json"}     # no README
     hub.asked.clear()
     hub.silent = True                                       # a Hub that is gone, or never answers: the copy runs
-    for endpoint, *args in [(nowhere, "--model", llm.REPO), (hub.url, "--model", llm.REPO), (nowhere,)]:
+    for endpoint, *args in [(hub.url, "--model", llm.REPO), (nowhere, "--model", llm.REPO), (nowhere,)]:
         result = run(endpoint, *args)
         assert works(result) and result[2] == []
     (cached,) = (clone / "home").rglob("snapshots/*/tokenizer.json")

@@ -31,7 +31,8 @@ def each_set(kinds=KINDS):
 
 def difference(found, wanted):
     """The largest difference, as a part of the largest number wanted."""
-    return (mx.max(mx.abs(mx.array(found).astype(mx.float32) - wanted)) / mx.max(mx.abs(wanted))).item()
+    found, wanted = (np.array(mx.array(x).astype(mx.float32)) for x in (found, wanted))
+    return abs(found - wanted).max() / abs(wanted).max()
 
 
 def in_pieces(ids, sizes):
@@ -80,10 +81,10 @@ def test_greedy_tokens_equal_hugging_face(name):
     for kind in each_set():
         cache, made = fresh(), []
         logits = llm.forward(ids, cache, 0)
-        for pos in range(len(ids), len(ids) + 12):
+        for pos in range(len(ids), len(ids) + 8):
             made.append(llm.sample(logits[-1]).item())
             logits = llm.forward(made[-1:], cache, pos)
-        assert made == wanted["greedy"].tolist()[:12], kind
+        assert made == wanted["greedy"].tolist()[:8], kind
 
 
 def test_bfloat16_is_as_near_to_float32_as_hugging_face_is(name, folder_of):
@@ -213,10 +214,10 @@ def test_the_numpy_functions_refuse_to_give_gradients(folder_of, weight):
 # ---- cached against recomputed ------------------------------------------------------------------------------
 @pytest.mark.parametrize("name", SHAPES, indirect=True)
 def test_pieces_on_a_cache_equal_one_pass(name):
-    ids = golden(name)["long"].tolist()[:12]
+    ids = golden(name)["long"].tolist()[:8]
     for kind in each_set():
         whole = llm.forward(ids, fresh(), 0)
-        for sizes in [(1,) * 12, (5, 1, 4, 2), (8, 1, 1, 1, 1), (10, 2)]:
+        for sizes in [(1,) * 8, (5, 1, 2), (6, 2)]:
             assert difference(in_pieces(ids, sizes), whole) < 1e-5, (kind, sizes)
 
 
@@ -234,7 +235,7 @@ def test_cached_decode_equals_recomputed_decode(name):
             cached = llm.forward(ids[-1:], cache, len(ids) - 1)
 
 
-@pytest.mark.parametrize("name", ["three_queries_a_kv_head"], indirect=True)
+@pytest.mark.parametrize("name", ["untied"], indirect=True)
 def test_pieces_that_cross_the_cache_s_room_equal_one_pass(name):
     """The cache's room is a multiple of 256, or 256 more: cross it by one token, by several, and exactly."""
     ids = golden(name)["long"].tolist()[:270]

@@ -251,11 +251,11 @@ def test_logits_and_every_layer_are_those_of_transformers(name, folder_of):
             assert difference(hidden[pos][i], golden[f"hidden.{i + 1}"][pos].tolist()) < 5e-6
 
 
-@pytest.mark.parametrize("name", CHECKPOINTS)
+@pytest.mark.parametrize("name", ["tied", "three_queries_a_kv_head", "llama_no_head_dim"])
 def test_greedy_ids_are_those_of_transformers(name, folder_of):
     golden = mx.load(str(HERE / "golden" / f"{name}.safetensors"))
-    ids = reference.generate(loaded(folder_of(name)), golden["ids"].tolist(), 4)
-    assert ids == golden["greedy"].tolist()[:4]
+    ids = reference.generate(loaded(folder_of(name)), golden["ids"].tolist(), 12)
+    assert ids == golden["greedy"].tolist()[:12]
 
 
 # ---- The program ----
