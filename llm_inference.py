@@ -902,10 +902,11 @@ def read_config(path):
         config["layer_types"] = sorted(set(map(str, layers)))
     for field in ("quantization_config", "quantization"):       # mlx-lm also names matrices packed otherwise
         if isinstance(entries := config.get(field), dict):
-            config["packings"] = {name: e | {"group_size": e.get("group_size") or 64} if type(e) is dict else e
-                                  for name, e in entries.items() if type(e) in (dict, bool)}
-            wrong = [e for e in config["packings"].values() if e not in [True, False, *QUANTIZED]]
-            config[field] = wrong or {k: v for k, v in entries.items() if k not in config["packings"]} or None
+            packings = {name: e | {"group_size": e.get("group_size") or 64} if type(e) is dict else e
+                        for name, e in entries.items() if type(e) in (dict, bool)}
+            wrong = {name: e for name, e in packings.items() if e not in [True, False, *QUANTIZED]}
+            config[field] = wrong or {k: v for k, v in entries.items() if k not in packings} or None
+            config["packings"] = packings
     # A field that is null is left out, as if it were missing; but model_type must be there to be checked
     config = {"model_type": None} | {field: value for field, value in config.items() if value is not None}
     for field, values in SUPPORTED.items():
@@ -962,7 +963,7 @@ def read_weights(folder, config):
     paths, index, stored = [folder / "model.safetensors"], folder / "model.safetensors.index.json", {}
     if index.exists() and not paths[0].exists():
         shards = read_json(index).get("weight_map")
-        paths = [folder / str(name) for name in set(shards.values())] if type(shards) is dict else []
+        paths = [folder / name for name in {*map(str, shards.values())}] if type(shards) is dict else []
     for path in paths:
         try:
             stored |= mx.load(str(path), format="safetensors")

@@ -141,7 +141,7 @@ def test_a_model_that_does_not_end_turns_is_refused(folder_of):
     llm.load_model(folder_of("untied"))
     llm.EOS_IDS.clear()
     with pytest.raises(ValueError, match=r"<\|im_end\|>"):
-        llm.chat(["Hello"])
+        llm.check_chat_form(folder_of("untied"))
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -294,7 +294,7 @@ def test_a_tokenizer_that_marks_the_beginning_of_a_text_is_refused(tiny, monkeyp
     monkeypatch.setattr(llm, "tok", other)
     monkeypatch.setattr(llm, "EOS_IDS", {other.token_to_id("<|im_end|>")})
     with pytest.raises(ValueError, match="beginning of a text"):
-        llm.chat([FRANCE])
+        llm.check_chat_form(tiny)
 
 
 @pytest.mark.parametrize("end", ["an answer cut off", "an error", "Ctrl-C"])
@@ -327,11 +327,11 @@ def test_colour_is_where_it_is_wanted(monkeypatch, no_color, term, coloured):
 def test_another_chat_form_is_said_in_one_line(tiny, tmp_path, capsys, file):
     template = "{% for m in messages %}{{ m.content }}{% endfor %}"
     (tmp_path / file).write_text(template if file.endswith("jinja") else json.dumps({"chat_template": template}))
-    llm.warn_of_other_form(tmp_path)
+    llm.check_chat_form(tmp_path)
     assert capsys.readouterr().err.count("\n") == 1
-    llm.warn_of_other_form(tiny)
+    llm.check_chat_form(tiny)
     (tmp_path / file).unlink()
-    llm.warn_of_other_form(tmp_path)
+    llm.check_chat_form(tmp_path)
     assert capsys.readouterr().err == ""
 
 

@@ -120,7 +120,9 @@ def test_each_set_has_its_own_functions_in_the_order_of_their_names():
     """But for one: NumPy needs no queue of passes, so it takes the plain next_tokens."""
     for function, versions in llm.KERNELS.items():
         numpy_name = "next_tokens" if function == "next_tokens" else f"numpy_{function}"
-        assert [f.__name__ for f in versions] == [function, f"fused_{function}", numpy_name]
+        for version, name in zip(versions, [function, f"fused_{function}", numpy_name], strict=True):
+            assert version.__name__ in (name, "<lambda>") and (version.__name__ == name) == hasattr(llm, name)
+        assert len(set(versions)) == (2 if function == "next_tokens" else 3)
 
 
 @pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float16])
@@ -207,7 +209,7 @@ def test_the_numpy_functions_refuse_to_give_gradients(folder_of, weight):
     """Zeros would be worse."""
     llm.load_model(folder_of("untied"), mx.float32)
     llm.use_kernels("numpy")
-    with pytest.raises(ValueError, match='call use_kernels."explicit". first'):
+    with pytest.raises(ValueError, match='use_kernels."explicit". has'):
         mx.grad(loss_of(weight))(llm.W[weight])
 
 
