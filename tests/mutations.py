@@ -31,9 +31,12 @@ def code_of(node):
 
 
 FUNCTIONS = {node.name: code_of(node) for node in ast.parse(SOURCE).body if isinstance(node, ast.FunctionDef)}
+TABLE = next(ast.get_source_segment(SOURCE, node) for node in ast.parse(SOURCE).body
+             if isinstance(node, ast.Assign) and node.targets[0].id == "KERNELS")   # where the shortest stand
 
 # What is wrong: the function, the code in it, and what stands there instead, or several pairs of them. Each code must
-# occur exactly once. The checks run with the set that the function belongs to: fused_..., numpy_..., or else explicit.
+# occur exactly once, in the function or else in the table KERNELS. The checks run with the set that the function
+# belongs to: fused_..., numpy_..., or else explicit.
 MUTATIONS = {
     "RoPE left off the keys": ("apply_rope", "rotate(q), rotate(k)", "rotate(q), k"),
     "RoPE left off queries and keys": ("apply_rope", "rotate(q), rotate(k)", "q, k"),
@@ -137,14 +140,13 @@ MUTATIONS = {
         "fused_next_tokens", "start_pos + len(ids)", "start_pos + len(ids) + 1"),
     "fused: only the first end token ends the text": ("fused_next_tokens", "in EOS_IDS", "== min(EOS_IDS)"),
     # ---- numpy
-    "numpy: the next id's row of the embedding": (
-        "numpy_embed", "np.asarray(token_ids)", "(np.asarray(token_ids) + 1)"),
+    "numpy: the next id's row of the embedding": ("numpy_embed", "np.asarray(ids)", "(np.asarray(ids) + 1)"),
     "numpy: product of a few rows not turned back": ("numpy_linear", "(w @ x.T).T", "w @ x.T"),
     "numpy: norm without its square root": ("numpy_rms_norm", "np.sqrt(mean + np.float32(EPS))",
                                             "(mean + np.float32(EPS))"),
     "numpy: norm with EPS 1e-2": ("numpy_rms_norm", "np.float32(EPS)", "np.float32(1e-2)"),
-    "numpy: RoPE turns backwards": ("numpy_apply_rope", "x1 * cos - x2 * sin, x1 * sin + x2 * cos",
-                                    "x1 * cos + x2 * sin, x2 * cos - x1 * sin"),
+    "numpy: RoPE turns backwards": ("numpy_apply_rope", "a * cos - b * sin, a * sin + b * cos",
+                                    "a * cos + b * sin, b * cos - a * sin"),
     "numpy: RoPE from position 0 in every call": (
         "numpy_apply_rope", "np.asarray(positions, dtype=np.float32)", "np.arange(len(positions), dtype=np.float32)"),
     "numpy: heads tiled instead of grouped": (
@@ -165,7 +167,7 @@ MUTATIONS = {
     "numpy: a cache that grows forgets what it held": (
         "numpy_extend_cache", "values[:, :length] = old", "values[:, :length] = old[0], 0 * old[1]"),
     "numpy: two texts write into one cache": ("numpy_extend_cache", " or length < written[0]", ""),
-    "numpy: SiLU with the sign turned": ("numpy_silu", "np.exp(-gate)", "np.exp(gate)"),
+    "numpy: SiLU with the sign turned": ("numpy_silu", "np.minimum(-row, 88)", "np.minimum(row, 88)"),
 }
 
 
@@ -178,19 +180,23 @@ def kind_of(function):
 def apply(what):
     """Put a wrong version in place, with the set it belongs to; returns a function that puts the right one back."""
     function, *changes = MUTATIONS[what]
-    source = FUNCTIONS[function]
+    right_source = source = FUNCTIONS.get(function, TABLE)
     for old, new in zip(changes[::2], changes[1::2], strict=True):
-        assert FUNCTIONS[function].count(old) == 1, f"{what}: {function} has {old!r} not once"
+        assert right_source.count(old) == 1, f"{what}: {function} has {old!r} not once"
         source = source.replace(old, new)
-    before, kernels, right = llm.kernels, dict(llm.KERNELS), vars(llm)[function]
-    exec(compile(source, what, "exec"), llm.__dict__)
-    for name, versions in kernels.items():                          # load_model takes them from there
-        llm.KERNELS[name] = tuple(vars(llm)[function] if f.__name__ == function else f for f in versions)
+    before, kernels, right = llm.kernels, llm.KERNELS, vars(llm).get(function)
+    plain = {versions[0].__name__: versions[0] for versions in kernels.values()}
+    exec(compile(source, what, "exec"), llm.__dict__ if right else vars(llm) | plain, made := {})
+    vars(llm).update(made)
+    if right:                                                       # load_model takes the functions from the table
+        llm.KERNELS = {name: tuple(made[function] if f.__name__ == function else f for f in versions)
+                       for name, versions in kernels.items()}
     llm.use_kernels(kind_of(function))
 
     def undo():
-        setattr(llm, function, right)
-        llm.KERNELS.update(kernels)
+        llm.KERNELS = kernels
+        if right:
+            setattr(llm, function, right)
         llm.use_kernels(before)
 
     return undo
