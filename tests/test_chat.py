@@ -407,9 +407,10 @@ class Terminal:
 
     def status_after(self, key):
         """The exit status, once the key was pressed; again if it came before readline was ready for it."""
-        for _ in range(100):
-            self.type(key)
-            time.sleep(0.1)
+        for look in range(500):
+            if look % 50 == 0:                          # a second: while it ends it is not pressed once more
+                self.type(key)
+            time.sleep(0.02)
             ended, status = os.waitpid(self.pid, os.WNOHANG)
             if ended:
                 os.close(self.fd)
