@@ -23,7 +23,8 @@ def run(program):
 
 def test_the_output_is_the_article_s():
     """In a process of its own."""
-    done = subprocess.run([sys.executable, ROOT / "llm_inference.py", *TINY], capture_output=True, text=True, timeout=60)
+    command = [sys.executable, ROOT / "llm_inference.py", *TINY]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0 and done.stderr == ""
     model, prompt, line, output, timing = done.stdout.splitlines()
     assert re.fullmatch(r"Model:  tiny-qwen3  \(\d+ layers, \d+ dim, \d+ Q heads, \d+ KV heads\)", model)

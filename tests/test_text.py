@@ -276,7 +276,7 @@ def told(tmp_path, kind, prompt_end, *said):
 
 @pytest.fixture
 def run(program):
-    """A function from a model's folder and a prompt to the program's status, and to the text that it shows."""
+    """A function from a model's folder and a prompt to the program's status and the text that it shows."""
     def output(folder, prompt):
         status, out, _ = program("--model", folder, prompt)
         return status, out.split("Output: ")[-1].split("\nTime:")[0]
