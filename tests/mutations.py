@@ -223,7 +223,7 @@ def cache_equals_no_cache(folders):
 
 
 def generate_equals_recomputation(folders):
-    """`generate` after 261 tokens: its text, and the logits that it samples from, and those of one whole pass.
+    """`generate` after 261 tokens: its text, and the logits that it samples from, and those of one pass.
 
     The third token that it chooses becomes the second end token, which must end the text.
     """

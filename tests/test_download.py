@@ -38,7 +38,7 @@ def stored(tmp_path_factory):
 
 @pytest.fixture
 def files(stored, request):
-    """{name: bytes} of what the server holds. A test may ask for so many blanks in the weights, else of 0.5 MB.
+    """{name: bytes} of what the server holds. A test may ask for so many blanks in the weights, of 0.5 MB.
 
     They are at the end of the header, as safetensors allows.
     """

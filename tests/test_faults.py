@@ -731,8 +731,8 @@ def test_in_a_notebook_it_prints_and_the_kernel_goes_on():
              (["--top-p", "7"], "", "--top-p", 2)]
     args = [["--model", str(ROOT / "tests/tiny-qwen3"), *args] for args, *_ in cells]
     command = [sys.executable, "-c", NOTEBOOK, json.dumps([str(ROOT / "llm_inference.py"), *args])]
-    process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-                               env=ENV)
+    process = subprocess.Popen(command, env=ENV, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+                               stderr=subprocess.PIPE)
     kernel, out, err = end(process)
     assert (kernel, err) == (0, "")
     for (args, printed, said, status), cell in zip(cells, out.splitlines(), strict=True):

@@ -52,8 +52,8 @@ def test_logits_equal_hugging_face(name):
 
 
 def test_logits_after_500_tokens_equal_hugging_face(name):
-    """In pieces of 256 as prefill does it, and then one token on a long cache: with NumPy for every checkpoint,
-    and with the sets that take longer for one."""
+    """In pieces of 256 as prefill does it, and then one token on a long cache: with NumPy for every one of
+    the checkpoints, and with the sets that take longer for one."""
     wanted = golden(name)
     long = wanted["long"].tolist()
     for kind in each_set(KINDS if name == "three_queries_a_kv_head" else ["numpy"]):
