@@ -1074,8 +1074,14 @@ def download(wanted, folder):
     are complete and right. Returns where a model is: that cache if a copy is there, without a Hub tests/."""
     from huggingface_hub import HfApi, hf_hub_download, snapshot_download, try_to_load_from_cache   # slow
     if wanted:
-        patterns = [*FILES, "tokenizer_config.json", "chat_template.jinja", "model*.safetensors*"]
-        return Path(snapshot_download(wanted, allow_patterns=patterns, token=False))
+        files = [*FILES, "tokenizer_config.json", "chat_template.jinja", "model*.safetensors*"]
+        try:                                                    # alone, it would wait for a silent Hub
+            HfApi().model_info(wanted, timeout=4, token=False)
+        except Exception:
+            with contextlib.suppress(Exception):                # an earlier copy serves without a network
+                return Path(snapshot_download(wanted, allow_patterns=files, local_files_only=True))
+            raise
+        return Path(snapshot_download(wanted, allow_patterns=files, token=False))
     # The library wrote a cached copy and checked each file's size: hashing 1.5 GB in every run would be slow
     cached = [try_to_load_from_cache(REPO, name, revision=REVISION) for name in FILES]
     if all(isinstance(path, str) for path in cached):

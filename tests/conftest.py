@@ -1,4 +1,4 @@
-"""What all tests share: the program, importable and runnable, no network, one copy of every random checkpoint."""
+"""What all tests share: the program to import or run, no network, one copy of every random checkpoint."""
 import functools
 import io
 import os
@@ -52,23 +52,25 @@ def compiled(text):
 
 @pytest.fixture
 def program(capfd):
-    """A function that runs llm_inference.py as a program: from arguments and stdin to (status, stdout, stderr).
+    """A function that runs llm_inference.py as a program: arguments and stdin to (status, stdout, stderr).
 
-    The file runs from its first line to its last, with variables of its own, but in this process: a new one would
-    take half a second to import its libraries. What is about processes, signals or terminals starts one.
+    The file runs from its first line to its last, with variables of its own, but in this process: a new one
+    would take half a second to import its libraries. Tests of processes, signals and terminals start one.
     """
     def run(*args, stdin=b"", encoding="utf-8", file=Path(llm.__file__)):
-        given, out, err = (io.TextIOWrapper(io.BytesIO(data), encoding=encoding, errors=errors)
-                           for data, errors in ((stdin, "strict"), (b"", "strict"), (b"", "backslashreplace")))
+        given, out, err = (io.TextIOWrapper(io.BytesIO(data), encoding, errors) for data, errors in [
+            (stdin, "strict"), (b"", "strict"), (b"", "backslashreplace")])
         argv, status = ["llm_inference.py", *map(os.fsdecode, args)], 0
+        text, names = file.read_text(encoding="utf-8"), {"__name__": "__main__", "__file__": str(file)}
         with mock.patch.multiple(sys, argv=argv, stdin=given, stdout=out, stderr=err), np.errstate():
             try:
-                exec(compiled(file.read_text(encoding="utf-8")), {"__name__": "__main__", "__file__": str(file)})
+                exec(compiled(text), names)
             except SystemExit as left:
                 status = left.code or 0
             out.flush(), err.flush()
         past = capfd.readouterr()                       # what libraries write without Python
-        return (status, *(said.buffer.getvalue().decode(encoding) + more for said, more in zip((out, err), past)))
+        said = [stream.buffer.getvalue().decode(encoding) for stream in (out, err)]
+        return status, said[0] + past.out, said[1] + past.err
 
     return run
 

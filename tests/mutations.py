@@ -27,7 +27,8 @@ LINES = SOURCE.splitlines()
 def code_of(node):
     """A function's source from "def" on, its docstring replaced by a 0."""
     first, start, end = node.body[0], node.lineno - 1, node.end_lineno
-    return "\n".join([*LINES[start:first.lineno - 1], " " * first.col_offset + "0", *LINES[first.end_lineno:end]])
+    lines = [*LINES[start:first.lineno - 1], " " * first.col_offset + "0", *LINES[first.end_lineno:end]]
+    return "\n".join(lines)
 
 
 FUNCTIONS = {node.name: code_of(node) for node in ast.parse(SOURCE).body if isinstance(node, ast.FunctionDef)}
@@ -228,7 +229,7 @@ def cache_equals_no_cache(folders):
 
 
 def generate_equals_recomputation(folders):
-    """`generate` after a prompt of 261 tokens: its text, and the logits it samples from, and those of one whole pass.
+    """`generate` after 261 tokens: its text, and the logits that it samples from, and those of one pass.
 
     The third token that it chooses becomes the second end token, which must end the text.
     """
@@ -286,7 +287,7 @@ def draws_follow_the_probabilities(folders):
 
 @functools.cache
 def draws_are_well(*functions):
-    """The same for the functions that draw, which nothing else takes part in: once for each version of them."""
+    """The same for the functions that draw, and nothing else does: once for each version of them."""
     probs = [0.05, 0.4, 0.1, 0.2, 0.25]
     logits, well = mx.log(mx.array(probs)), llm.sample(mx.array([0.0, 2.0, 1.0])).item() == 1
     mx.random.seed(7)

@@ -38,7 +38,7 @@ def stored(tmp_path_factory):
 
 @pytest.fixture
 def files(stored, request):
-    """{name: bytes} of what the server holds. A test may ask for blanks in the file of weights, of 0.5 MB without them.
+    """{name: bytes} of what the server holds. A test may ask for so many blanks in the weights, of 0.5 MB.
 
     They are at the end of the header, as safetensors allows.
     """
@@ -60,7 +60,7 @@ def clone(tmp_path, files):
     text, count = re.subn(r'"([\w.]+)": "[0-9a-f]{64}"',
                           lambda m: f'"{m[1]}": "{hashlib.sha256(files[m[1]]).hexdigest()}"',
                           Path(llm.__file__).read_text(encoding="utf-8"))
-    assert count == 3 and text.count("timeout=4") == 1
+    assert count == 3 and text.count("timeout=4") == 2
     text = text.replace("timeout=4", "timeout=1")       # a silent Hub is waited for as long, and no test need be
     (tmp_path / "llm_inference.py").write_text(text, encoding="utf-8")
     yield tmp_path
@@ -84,9 +84,9 @@ def environment(clone, endpoint, **more):
 
 def start(clone, endpoint):
     """The program in that folder as a process, started."""
-    return subprocess.Popen([sys.executable, str(clone / "llm_inference.py"), "--max-tokens", "2"], cwd=clone,
-                            env=environment(clone, endpoint), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
-                            stderr=subprocess.PIPE, encoding="utf-8")
+    command = [sys.executable, str(clone / "llm_inference.py"), "--max-tokens", "2"]
+    return subprocess.Popen(command, cwd=clone, env=environment(clone, endpoint), stdin=subprocess.DEVNULL,
+                            stdout=subprocess.PIPE, stderr=subprocess.PIPE, encoding="utf-8")
 
 
 def lines(text):
@@ -103,7 +103,7 @@ def finish(process, within=20):
 
 
 def forget_the_library():
-    """huggingface_hub reads its environment when it is imported: for another one it must be imported again."""
+    """huggingface_hub reads its environment when it is imported: another one takes another import."""
     for name in [name for name in sys.modules if name.partition(".")[0] == "huggingface_hub"]:
         del sys.modules[name]
     logging.getLogger("huggingface_hub").handlers.clear()
@@ -253,7 +253,8 @@ def test_a_tampered_file_is_thrown_away_and_the_next_download_is_right(clone, hu
     assert {name for method, name, _ in hub.asked if method == "GET"} == {"api", WEIGHTS}
 
 
-def test_a_file_that_the_hub_lacks_or_that_has_no_place_is_named_and_the_next_download_is_right(clone, hub, files, run):
+def test_a_file_that_the_hub_lacks_or_that_has_no_place_is_named_and_the_next_download_is_right(
+        clone, hub, files, run):
     del hub.files[WEIGHTS]
     assert refused(run(hub.url), WEIGHTS, "run again") and not present(clone)
     hub.files = dict(files)
@@ -331,7 +332,8 @@ def test_owner_and_name_are_fetched_into_the_hubs_cache_which_the_default_uses_t
 def test_a_model_that_the_hub_does_not_give_is_named_in_one_line(hub, nowhere, run):
     """With the reason, in the library's own words; a Hub that does not answer is not waited for."""
     began = time.time()
-    for endpoint, silent, word in [(hub.url, False, "401"), (nowhere, False, "refused"), (hub.url, True, "timed out")]:
+    for endpoint, silent, word in [
+            (hub.url, False, "401"), (hub.url, True, "timed out"), (nowhere, False, "refused")]:
         hub.silent = silent
         result = run(endpoint, "--model", "nobody/nothing")
         assert refused(result, "nobody/nothing", word) and len(result[2]) == 1

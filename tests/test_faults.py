@@ -531,7 +531,8 @@ def test_loading_takes_little_more_memory_than_the_weights(tmp_path):
         before = mx.get_active_memory()
         llm.load_model(folder, dtype, quantize)
         size = sum(w.nbytes for w in {id(w): w for w in llm.W.values()}.values())
-        assert size > 24 * 60_000 * dtype.size / 4 and mx.get_peak_memory() - before < 1.2 * size, (dtype, quantize)
+        assert size > 24 * 60_000 * dtype.size / 4, (dtype, quantize)
+        assert mx.get_peak_memory() - before < 1.2 * size, (dtype, quantize)
 
 
 def test_a_few_mutated_checkpoints_are_refused_or_right(tmp_path):
@@ -575,7 +576,7 @@ def is_one_line(status, err, *words):
 
 @pytest.fixture
 def one_line(program):
-    """A function that runs the program with arguments, and says that it ends with one line that holds these words."""
+    """A function that runs the program with arguments: it ends with one line that holds these words."""
     def check(args, *words, **options):
         status, _, err = program(*args, **options)
         return is_one_line(status, err, *words)
@@ -699,13 +700,14 @@ def test_a_full_disk_is_one_line(folder):
 
 def test_letters_that_a_terminal_does_not_have_are_shown_as_others(folder, program, one_line):
     for prompt in ("日本 🦀", "-"):
-        status, out, err = program("--model", folder, prompt, "--max-tokens=3", stdin="naïve".encode(), encoding="ascii")
+        args = ["--model", folder, prompt, "--max-tokens=3"]
+        status, out, err = program(*args, stdin="naïve".encode(), encoding="ascii")
         assert (status, err) == (0, "") and "Time:" in out
     for model in ("日本", b"\xe9"):
         assert one_line(["--model", model], encoding="ascii")
 
 
-# A stand-in for a notebook, whose stdout and stderr have neither reconfigure nor a file: %run, cell after cell
+# A stand-in for a notebook, whose streams have neither reconfigure nor a file: %run, cell after cell
 NOTEBOOK = """
 import io, json, runpy, sys
 file, *cells = json.loads(sys.argv[1])
@@ -724,11 +726,13 @@ def test_in_a_notebook_it_prints_and_the_kernel_goes_on():
     cells = [(["The capital of France is"], "Output: The capital of France is Paris.", "", None),
              (["The capital of France is", "--explain"], "Step 9", "", None),
              (["What is the capital of France?", "--chat"], "Paris", "", None),
-             (["--chat", ""], "", "empty", 1), ([""], "", "empty", 1), (["--model", "nowhere"], "", "nowhere", 1),
+             (["--chat", ""], "", "empty", 1), ([""], "", "empty", 1),
+             (["--model", "nowhere"], "", "nowhere", 1),
              (["--top-p", "7"], "", "--top-p", 2)]
     args = [["--model", str(ROOT / "tests/tiny-qwen3"), *args] for args, *_ in cells]
-    process = subprocess.Popen([sys.executable, "-c", NOTEBOOK, json.dumps([str(ROOT / "llm_inference.py"), *args])],
-                               stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=ENV)
+    command = [sys.executable, "-c", NOTEBOOK, json.dumps([str(ROOT / "llm_inference.py"), *args])]
+    process = subprocess.Popen(command, env=ENV, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+                               stderr=subprocess.PIPE)
     kernel, out, err = end(process)
     assert (kernel, err) == (0, "")
     for (args, printed, said, status), cell in zip(cells, out.splitlines(), strict=True):

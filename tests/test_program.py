@@ -23,7 +23,8 @@ def run(program):
 
 def test_the_output_is_the_article_s():
     """In a process of its own."""
-    done = subprocess.run([sys.executable, ROOT / "llm_inference.py", *TINY], capture_output=True, text=True, timeout=60)
+    command = [sys.executable, ROOT / "llm_inference.py", *TINY]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0 and done.stderr == ""
     model, prompt, line, output, timing = done.stdout.splitlines()
     assert re.fullmatch(r"Model:  tiny-qwen3  \(\d+ layers, \d+ dim, \d+ Q heads, \d+ KV heads\)", model)
@@ -155,7 +156,8 @@ def test_when_an_end_token_comes_first_the_output_still_shows_the_prompt(call, m
 def test_a_token_is_seen_when_it_is_made(chat):
     """Through a pipe the first arrives long before the last is computed: each takes 0.1 seconds here."""
     code = ("import sys, time, llm_inference as llm\nforward = llm.forward\n"
-            "def slow(ids, *rest, **options):\n    time.sleep(0.1 * (len(ids) == 1))\n    return forward(ids, *rest, **options)\n"
+            "def slow(ids, *rest, **options):\n    time.sleep(0.1 * (len(ids) == 1))\n"
+            "    return forward(ids, *rest, **options)\n"
             f"llm.forward = slow\nsys.argv = ['x', *{TINY + chat!r}, 'The capital of France is', '--max-tokens', '5']\nllm.main()")
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
     with subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, env=environment) as program:
@@ -175,7 +177,7 @@ def test_logits_that_stop_being_finite_later_are_refused(call, monkeypatch, opti
         call("The capital of France is", *options)
 
 
-@pytest.mark.parametrize("n", [255, 256, 257, 512])
+@pytest.mark.parametrize("n", [255, 256, 257, 513])
 def test_prompts_of_whole_pieces_run_and_equal_one_pass(tiny, n):
     ids = [i % 200 for i in range(n)]
     pieces = llm.prefill(ids, [None] * llm.N_LAYERS)

@@ -1,5 +1,6 @@
 """What the README says is so: its commands print what it shows, its names exist, its figures are counted again."""
 import ast
+import functools
 import io
 import json
 import os
@@ -69,9 +70,8 @@ def test_imports_are_imports():
     assert not any(word in SOURCE for word in ("os._exit", "import signal", "import ctypes"))
 
 
-def test_the_options_are_the_program_s():
-    shown = subprocess.run([sys.executable, ROOT / "llm_inference.py", "--help"], capture_output=True, text=True)
-    options = set(re.findall(r"--[a-z][a-z-]*", shown.stdout)) - {"--help"}
+def test_the_options_are_the_program_s(program):
+    options = set(re.findall(r"--[a-z][a-z-]*", program("--help")[1])) - {"--help"}
     table = README.split("## Options")[1].split("## Other models")[0]
     assert set(re.findall(r"--[a-z][a-z-]*", table)) == options
 
@@ -98,6 +98,7 @@ def test_python_versions_and_requirements_are_those_said():
         "mlx", "mlx-cpu", "tokenizers", "numpy"}
 
 
+@functools.cache
 def code_lines(source):
     """The numbers of the lines with code: not blank, comment or docstring."""
     no_code = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
@@ -109,6 +110,7 @@ def code_lines(source):
     return lines
 
 
+@functools.cache
 def steps_code():
     """The numbers of the lines with code from the banner of Step 1 to the one after Step 9."""
     banners = [i for i, line in enumerate(SOURCE.splitlines(), 1) if line.startswith("# ==== ")]

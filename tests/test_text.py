@@ -93,7 +93,7 @@ def random_ids(kind, rng, n):
 @pytest.mark.parametrize("seed", range(4))
 def test_the_pieces_are_the_decoded_text_without_the_prompt_s_part(kind, seed):
     rng = random.Random(seed)
-    for _ in range(150):
+    for _ in range(80):
         prompt, new = (random_ids(kind, rng, rng.randint(low, 8)) for low in (0, 1))
         base, text = llm.tok.decode(prompt), llm.tok.decode(prompt + new)
         pieces = list(llm.text_pieces(prompt, new))
@@ -117,7 +117,7 @@ def test_the_pieces_are_the_decoded_text_without_the_prompt_s_part(kind, seed):
 @pytest.mark.parametrize("seed", range(4))
 def test_what_can_be_completed_is_held_back_and_all_else_shows_at_once(kind, seed):
     rng = random.Random(seed)
-    for _ in range(100):
+    for _ in range(60):
         prompt, new = random_ids(kind, rng, 2), random_ids(kind, rng, 8)
         if held(kind, prompt):
             continue
@@ -133,10 +133,10 @@ def test_what_can_be_completed_is_held_back_and_all_else_shows_at_once(kind, see
 
 
 def test_random_bytes_never_end_the_text(use):
-    """With tokenizers' own DecodeStream 578 of 1,500 such runs end with "Invalid prefix"."""
+    """With tokenizers' own DecodeStream over a third of such runs end with "Invalid prefix"."""
     use("byte_fallback")
     rng = random.Random(0)
-    for _ in range(1500):
+    for _ in range(500):
         new = [rng.choice([*range(1, 257), *ids_of("a", "ll", "\u2581the")]) for _ in range(6)] + ids_of("a")
         text = llm.tok.decode(ids_of("a") + new)[1:]
         joined = "".join(llm.text_pieces(ids_of("a"), new))
@@ -261,7 +261,7 @@ def told(tmp_path, kind, prompt_end, *said):
 
 @pytest.fixture
 def run(program):
-    """A function from a model's folder and a prompt to the program's status, and to the text that it shows."""
+    """A function from a model's folder and a prompt to the program's status and the text that it shows."""
     def output(folder, prompt):
         status, out, _ = program("--model", folder, prompt)
         return status, out.split("Output: ")[-1].split("\nTime:")[0]
