@@ -576,7 +576,7 @@ CHAT_FORMS = ("a55ee1b1660128b7098723e0abcd92caa0788061051c62d51cbe87d9cf1974d8"
 def check_chat_form(folder):
     """Say on stderr if a model has another chat template. ValueError: its tokenizer can't make our turns."""
     refuse(tok.token_to_id("<|im_end|>") not in EOS_IDS, "--chat needs a model that ends turns in <|im_end|>")
-    refuse("\u2581" in tok.encode("a", add_special_tokens=False).tokens[0],
+    refuse("\u2581" in "".join(tok.encode("a", add_special_tokens=False).tokens),
            "--chat needs a tokenizer that does not mark the beginning of a text")
     file, config = folder / "chat_template.jinja", folder / "tokenizer_config.json"
     text = file.read_text("utf-8", "replace") if file.exists() else (
