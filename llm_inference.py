@@ -2,12 +2,12 @@
 
     python llm_inference.py "The capital of France is"
 
-    text --> token ids --> x, a vector a token --> 28 blocks --> x --> norm, head --> logits --> next token
-         Step 1        Step 2                      Step 7              Step 8                Step 8    |
-           ^                                                                                           |
-           +-------------------------- Step 9: once more, with the next token -------------------------+
+    text --> token ids --> x: one vector per token --> 28 blocks --> x --> last norm, output matrix --> logits
+         Step 1        Step 2                          Step 7              Step 8                         |
+                         ^                                                                                v
+         text <----------+--------- Step 9: once more, with the next token <--------- sampling, Step 8 ---+
 
-    One of the blocks (Step 7): both halves read a normed copy of x, and what they find is added to x.
+    One of the blocks (Step 7). Both halves read a normed copy of x, and their results are added to x:
 
     x --+--> norm --> attention ------------------> + --+--> norm --> feed-forward --> + --> x
         |    Step 3   Step 5, with RoPE (Step 4)    ^   |    Step 3   Step 6           ^
@@ -15,13 +15,14 @@
         |             cache of keys and values      |   |                              |
         +-------------------------------------------+   +------------------------------+
 
-The order is that of a reader's questions: first the model, in nine steps, each formula as it is written on
-paper. Then how the same is computed faster, a conversation, two looks inside, how a checkpoint is loaded and
-what is refused, and last the command line. Python looks a function up when it is called, so a step may use a
-function that stands further below.
+First comes the model, in nine steps, each formula as it is written on paper. Then follow faster versions of
+the same functions, text that appears while it is made, a chat, two ways to look inside, how the model's files
+are loaded and which are refused, and the command line. Python looks a function up when it is called, so a
+step may use a function that stands further below; and use_kernels can replace functions of the steps by
+faster ones. (--kernels explicit computes with those that you read first.)
 
 Shapes are written (rows, columns), and (16, n, 128) is 16 such matrices; n is the number of new tokens. The
-numbers in comments are Qwen3-0.6B's. The arrays are MLX's, which is lazy: an expression notes what is to be
+numbers in comments are Qwen3-0.6B's. Arrays are MLX's, which is lazy: an expression only notes what is to be
 computed, and the work is done when a value is asked for.
 """
 import argparse
@@ -45,41 +46,42 @@ import mlx.core as mx
 from tokenizers import Tokenizer, pre_tokenizers
 from tqdm import tqdm
 
-if importlib.util.find_spec("numpy"):   # on a CPU it multiplies faster than MLX; a GPU does without it
+if importlib.util.find_spec("numpy"):   # optional: on a CPU it multiplies faster than MLX
     import numpy as np
 
 # ==== The model: weights, a tokenizer and some numbers. load_model, near the end, reads them from files =====
 W: dict[str, mx.array] = {}     # every weight under its Hugging Face name
 tok: Tokenizer                  # turns text into token ids and back
 EOS_IDS = {151645, 151643}      # the tokens that end a text: <|im_end|> and <|endoftext|>
-N_LAYERS = 28                   # transformer blocks
-D_MODEL = 1024                  # numbers that describe one token
-D_FF = 3072                     # numbers inside the feed-forward layer
-N_HEADS = 16                    # query heads
-N_KV = 8                        # key/value heads: each is shared by two query heads
-D_HEAD = 128                    # numbers in a head
-VOCAB = 151936                  # rows of the embedding, at least one for each token
+N_LAYERS = 28                   # transformer blocks, which are also called layers
+D_MODEL = 1024                  # numbers in the vector of one token
+D_FF = 3072                     # numbers inside the feed-forward network (Step 6)
+N_HEADS = 16                    # attention asks 16 questions side by side (Step 5): query heads
+N_KV = 8                        # key/value heads: each answers two query heads
+D_HEAD = 128                    # numbers in a head's vectors
+VOCAB = 151936                  # rows of the embedding: one per token, and some to spare
 MAX_POSITIONS = 40960           # the longest text, in tokens
-EPS = 1e-6                      # keeps RMSNorm from dividing by zero
-THETA = 1000000                 # the base of RoPE's angles
+EPS = 1e-6                      # keeps RMSNorm (Step 3) from dividing by zero
+THETA = 1000000                 # the base of RoPE's angles (Step 4)
 
 # W holds model.embed_tokens.weight (151936, 1024), model.norm.weight (1024,), lm_head.weight (151936, 1024),
 # which in Qwen3-0.6B is the embedding again, and for each block, "model.layers.0." to "model.layers.27.":
-#     input_layernorm.weight   (1024,)         post_attention_layernorm.weight (1024,)
-#     self_attn.q_proj.weight  (2048, 1024)    self_attn.q_norm.weight         (128,)
+#     input_layernorm.weight   (1024,)         post_attention_layernorm.weight (1024,)       Step 3
+#     self_attn.q_proj.weight  (2048, 1024)    self_attn.q_norm.weight         (128,)        Step 5
 #     self_attn.k_proj.weight  (1024, 1024)    self_attn.k_norm.weight         (128,)
-#     self_attn.v_proj.weight  (1024, 1024)    mlp.gate_proj.weight            (3072, 1024)
-#     self_attn.o_proj.weight  (1024, 2048)    mlp.up_proj.weight              (3072, 1024)
-#                                              mlp.down_proj.weight            (1024, 3072)
+#     self_attn.v_proj.weight  (1024, 1024)    self_attn.o_proj.weight         (1024, 2048)
+#     mlp.gate_proj.weight     (3072, 1024)    mlp.up_proj.weight              (3072, 1024)  Step 6
+#     mlp.down_proj.weight     (1024, 3072)
 
 
 # ==== Step 1: tokenization turns text into integers =========================================================
 def encode(prompt):
-    """A text's token ids: "The capital of France is" becomes [785, 6722, 315, 9625, 374].
+    """A text's token ids: "The| capital| of| France| is" becomes [785, 6722, 315, 9625, 374].
 
-    A model computes with numbers, so text is cut into pieces that it has a number for. Byte pair encoding
-    gives frequent words a token of their own and spells rare ones with several; " France", with the space in
-    front, is 9625.
+    A model computes with numbers, so text is cut into pieces that have one. Byte pair encoding starts with
+    the text's bytes, and joins neighbours to longer pieces in a fixed order: in training, the most frequent
+    pair was always joined next. So a frequent word is one token, often with the space before it, and a rare
+    word, or a rare character, is several.
     """
     return tok.encode(prompt).ids
 
@@ -94,57 +96,63 @@ def embed(token_ids):
     return W["model.embed_tokens.weight"][mx.array(token_ids)]
 
 
-# ==== Step 3: RMSNorm scales every vector to a root mean square of 1 ========================================
+# ==== Step 3: RMSNorm scales every vector to a root mean square of 1, then weighs its dimensions ============
 def rms_norm(x, w):
     """x / sqrt(mean(x^2) + EPS) * w, over the last axis: x (..., d), w (d,). Zhang and Sennrich 2019.
 
-    28 blocks add to x, so its numbers grow. A layer that reads it is spared that: it sees every vector at the
-    same scale, and w, learned, says how much each dimension counts.
+    Each of the 28 blocks adds to x, so its numbers grow from block to block. What a block reads is therefore
+    a normed copy, which has the same scale in all of them; w, learned, says how much each dimension counts.
     """
-    x32 = x.astype(mx.float32)                                  # squares of 16-bit numbers would lose digits
-    normed = x32 * mx.rsqrt(mx.mean(x32 * x32, axis=-1, keepdims=True) + EPS)
-    return normed.astype(x.dtype) * w                           # rounded first, as in Hugging Face's code
+    x32 = x.astype(mx.float32)                                  # squares in 16 bits would lose digits
+    normed = x32 * mx.rsqrt(mx.mean(x32 * x32, axis=-1, keepdims=True) + EPS)   # rsqrt(a) is 1 / sqrt(a)
+    return normed.astype(x.dtype) * w                           # back in x's type first, as Hugging Face does
 
 
-# ==== Step 4: RoPE weaves position into queries and keys ====================================================
-# In attention (Step 5) each token asks with a query vector q, and is found by its key vector k: the larger
-# their dot product, the more the asking token takes from the other one. A dot product does not know where the
-# two stand in the text. RoPE turns both by angles that grow with their position, and then it does.
+# ==== Step 4: RoPE puts a token's position into its queries and keys ========================================
+# In attention (Step 5), the only step in which tokens exchange anything, three kinds of vectors are computed
+# from each token's x. A query is what the token looks for, a key is what it can be found by, and a value is
+# what it hands over. The larger the dot product of its query with another token's key, the more it takes of
+# that token's value. One vector could not be all three: what a token looks for is not what it has to offer.
+# A token has 16 queries of 128 numbers, so it looks for 16 things at once: each is called a head.
+#
+# A dot product does not depend on where the two tokens stand in the text, but it should: "dog bites man" is
+# not "man bites dog". So RoPE turns queries and keys by angles that grow with the position.
 def apply_rope(q, k, positions):
     """Turn every query and key by its position's angles. Su et al. 2021, "RoFormer".
 
-    q (16, n, 128), k (8, n, 128), positions n integers; the same shapes come back. Dimensions i and i + 64
-    are the coordinates of a point in a plane, which turns by THETA^(-i/64) radians a token: pair 0 by 1, pair
-    32 by 0.001. The fast pairs tell neighbours apart, the slow ones distant tokens. Turning q by a and k by b
-    changes their dot product as turning only one by a - b would: it tells the distance, not the place.
+    q (16, n, 128), k (8, n, 128), positions n integers; the same shapes come back. Dimensions i and i + 64 of
+    a vector are taken as a point (x1, x2) in a plane. For the token at position p it is turned about the
+    origin by the angle p * THETA^(-i/64), in radians. Pair i = 0 turns by 1 radian per token, so it is back
+    where it began after 6 tokens and can only tell near neighbours apart; pair 32 turns by 0.001, and serves
+    for distant ones. If a query turns by a and a key by b, their dot product is the same as if the query
+    alone had turned by a - b: it depends on how far apart the tokens are, not on their places in the text.
     """
     half = D_HEAD // 2
-    freqs = THETA ** (-mx.arange(half, dtype=mx.float32) / half)                # (64,) radians a token
+    freqs = THETA ** (-mx.arange(half, dtype=mx.float32) / half)                # (64,) radians per token
     angles = mx.array(positions, dtype=mx.float32)[:, None] * freqs             # (n, 64)
-    cos, sin = mx.cos(angles), mx.sin(angles)                                   # float32, and so is x1 * cos
+    cos, sin = mx.cos(angles), mx.sin(angles)                                   # (n, 64), for all heads
 
     def rotate(x):
         x1, x2 = x[..., :half], x[..., half:]                                   # each (heads, n, 64)
-        return mx.concatenate([x1 * cos - x2 * sin, x1 * sin + x2 * cos], axis=-1).astype(x.dtype)
+        turned = mx.concatenate([x1 * cos - x2 * sin, x1 * sin + x2 * cos], axis=-1)
+        return turned.astype(x.dtype)                                           # cos had made it float32
 
     return rotate(q), rotate(k)
 
 
 # ==== Step 5: attention with grouped query heads and a KV cache =============================================
-# The only step in which tokens exchange anything. Three matrices make three vectors of each token: a query
-# (what it looks for), a key (what it can be found by) and a value (what it hands over). One vector could not
-# be all three: " is" looks for a country, and does not offer one. 16 heads look for 16 things at once.
 def linear(x, name):
-    """x @ w.T for the weight matrix of that name, which is stored as (out, in): (n, in) -> (n, out)."""
+    """x @ w.T for the weight w of that name: (n, in) -> (n, out). Checkpoints store w as (out, in)."""
     return x @ W[name].T
 
 
 def extend_cache(cache, layer_idx, k, v):
     """Add the keys and values of n new tokens, (8, n, 128); return those of all tokens, (8, total, 128).
 
-    A token's key and value never change once they are computed, since it sees nothing that comes after it. So
-    they are kept: 28 layers x 2 (key and value) x 8 heads x 128 = 57,344 numbers a token. Without them every
-    new token would have to compute those of the whole text again.
+    cache is a list with an entry for each layer: None, or (keys, values). No token sees what comes after it
+    (see attend), so its key and value never change, and later tokens need them: they are kept, keys as RoPE
+    has turned them. That is 28 layers x 2 (key and value) x 8 heads x 128 = 57,344 numbers per token. Without
+    the cache each new token would need a pass over the whole text. A query is used once, and not kept.
     """
     if cache[layer_idx] is not None:
         old_k, old_v = cache[layer_idx]
@@ -154,57 +162,65 @@ def extend_cache(cache, layer_idx, k, v):
 
 
 def attend(q, k, v):
-    """softmax(q k^T / sqrt(128)) v, for the last n of all tokens. Vaswani et al. 2017.
+    r"""softmax(q k^T / sqrt(128)) v -> (16, n, 128). Vaswani et al. 2017.
 
-    q (16, n, 128), k and v (8, total, 128) -> (16, n, 128). Softmax turns a row of scores into weights that
-    are above 0 and add up to 1, so what comes out is a weighted mean of values. A dot product of 128 numbers
-    varies sqrt(128) times as much as one product in it: without the division one weight would take it all.
+    q (16, n, 128): queries of the n new tokens; k and v (8, total, 128): of all tokens, the new ones last.
 
-    Query heads 0 and 1 share key/value head 0, heads 2 and 3 share head 1, and so on: half the cache for
-    nearly the same quality. Their rows are put into one matrix, so that no key need be repeated:
+    Softmax turns a row of scores s into shares e^s / (sum of all e^s): from 0 to 1, together 1. So what comes
+    out for a token is a weighted mean of values. A sum of 128 products is some sqrt(128) times as large as
+    one of them. Undivided, scores would lie so far apart that the largest took nearly the whole share.
 
-        q (16, n, 128)   head 0 | head 1 | head 2 | head 3 | ...        each n rows
-                         \\_____________/   \\_____________/
-          (8, 2n, 128)         k[0]              k[1]        ...        each 2n rows
+    Query heads 0 and 1 share key/value head 0, heads 2 and 3 share head 1, and so on: this takes half the
+    cache that 16 key/value heads would, for nearly the same quality. The rows of two query heads are stacked
+    into one matrix, which is multiplied with the keys that they share:
 
-    No token may look at a later one. For n = 3 new tokens on 2 cached ones (x: hidden, its score is -inf):
+        q (16, n, 128)    head 0 | head 1 | head 2 | head 3 | ...      n rows each
+                          \_____________/   \_____________/
+          (8, 2n, 128)      uses k[0]         uses k[1]      ...       2n rows each
 
-        new token 2   . . . x x
-        new token 3   . . . . x
-        new token 4   . . . . .
+    No token may look at a later one: in training each had to predict the next, and would only have copied
+    it. So a later token's score becomes -inf, and its share e^-inf = 0. For n = 3 new tokens on 2 cached:
+
+                               position 0 1 2 3 4
+        new token at position 2         . . . x x       x: hidden
+        new token at position 3         . . . . x
+        new token at position 4         . . . . .
     """
     n, total = q.shape[1], k.shape[1]
     q = q.reshape(N_KV, -1, D_HEAD)                                             # (8, 2n, 128)
     scores = (q @ k.transpose(0, 2, 1)).astype(mx.float32) / math.sqrt(D_HEAD)  # (8, 2n, total)
-    future = mx.arange(total) > mx.arange(total - n, total)[:, None]            # (n, total)
+    future = mx.arange(total) > mx.arange(total - n, total)[:, None]            # (n, total), as drawn above
     future = mx.tile(future, (N_HEADS // N_KV, 1))                              # (2n, total): two heads' rows
-    weights = mx.softmax(mx.where(future, -mx.inf, scores), axis=-1)            # e^score / sum of all e^score
-    return (weights.astype(v.dtype) @ v).reshape(N_HEADS, n, -1)
+    weights = mx.softmax(mx.where(future, -mx.inf, scores), axis=-1)            # (8, 2n, total)
+    return (weights.astype(v.dtype) @ v).reshape(N_HEADS, n, -1)                # (16, n, 128)
 
 
 def attention(x, layer_idx, cache, positions):
     """Each of n new tokens gathers from all tokens up to itself: x (n, 1024) -> (n, 1024).
 
     positions: the n places in the text. cache[layer_idx] holds keys and values of all tokens before;
-    afterwards those of the new ones too.
+    afterwards those of the new ones too. The last matrix, o_proj, mixes what the 16 heads have found.
     """
-    p = f"model.layers.{layer_idx}.self_attn"
-    q = linear(x, f"{p}.q_proj.weight").reshape(-1, N_HEADS, D_HEAD).transpose(1, 0, 2)     # (16, n, 128)
-    k = linear(x, f"{p}.k_proj.weight").reshape(-1, N_KV, D_HEAD).transpose(1, 0, 2)        # (8, n, 128)
-    v = linear(x, f"{p}.v_proj.weight").reshape(-1, N_KV, D_HEAD).transpose(1, 0, 2)        # (8, n, 128)
-    if f"{p}.q_norm.weight" in W:                               # Qwen3 norms every head here, Llama does not
-        q = rms_norm(q, W[f"{p}.q_norm.weight"])
-        k = rms_norm(k, W[f"{p}.k_norm.weight"])
+    name = f"model.layers.{layer_idx}.self_attn"                # (n, 2048) -> (n, 16, 128) -> (16, n, 128):
+    q = linear(x, f"{name}.q_proj.weight").reshape(-1, N_HEADS, D_HEAD).transpose(1, 0, 2)
+    k = linear(x, f"{name}.k_proj.weight").reshape(-1, N_KV, D_HEAD).transpose(1, 0, 2)     # (8, n, 128)
+    v = linear(x, f"{name}.v_proj.weight").reshape(-1, N_KV, D_HEAD).transpose(1, 0, 2)     # (8, n, 128)
+    if f"{name}.q_norm.weight" in W:                            # so Qwen3's scores stay small; Llamas,
+        q = rms_norm(q, W[f"{name}.q_norm.weight"])             # which this file runs as well, do without
+        k = rms_norm(k, W[f"{name}.k_norm.weight"])
     q, k = apply_rope(q, k, positions)
-    k, v = extend_cache(cache, layer_idx, k, v)                 # (8, total, 128)
+    k, v = extend_cache(cache, layer_idx, k, v)                 # (8, total, 128) each
     out = attend(q, k, v)                                       # (16, n, 128)
-    out = out.transpose(1, 0, 2).reshape(-1, N_HEADS * D_HEAD)  # (n, 2048)
-    return linear(out, f"{p}.o_proj.weight")                    # (n, 1024)
+    out = out.transpose(1, 0, 2).reshape(-1, N_HEADS * D_HEAD)  # (n, 2048): a token's 16 heads side by side
+    return linear(out, f"{name}.o_proj.weight")                 # (n, 1024)
 
 
-# ==== Step 6: the SwiGLU feed-forward layer =================================================================
+# ==== Step 6: the SwiGLU feed-forward network ===============================================================
 def silu(gate):
-    """gate * sigmoid(gate): near 0 for negative numbers, near gate for positive ones; of any shape."""
+    """gate * sigmoid(gate), where sigmoid(a) = 1 / (1 + e^-a) lies between 0 and 1; of any shape.
+
+    Far below 0 the result is nearly 0, far above 0 nearly gate. Another name is swish, as in SwiGLU.
+    """
     gate32 = gate.astype(mx.float32)
     return (gate32 * mx.sigmoid(gate32)).astype(gate.dtype)
 
@@ -212,110 +228,119 @@ def silu(gate):
 def ffn(x, layer_idx):
     """down(silu(gate(x)) * up(x)), for every token by itself: (n, 1024) -> (n, 1024). Shazeer 2020.
 
-    What attention has gathered is worked on here, by nearly half of all weights. The gate decides for each of
-    the 3072 numbers in up(x) whether it counts for this token: a product of two things that depend on x can
-    say "if", which a matrix alone can't.
+    gate, up and down are products with matrices, nearly half of all weights. up computes 3072 features of a
+    token, the gate decides how much each of them counts here, and down turns those that do into what is added
+    to x. A product of two things that depend on x can say "if"; matrices alone, one after another, can't do
+    more than a single one.
     """
-    p = f"model.layers.{layer_idx}.mlp"
-    gate = linear(x, f"{p}.gate_proj.weight")                   # (n, 3072)
-    up = linear(x, f"{p}.up_proj.weight")                       # (n, 3072)
-    return linear(silu(gate) * up, f"{p}.down_proj.weight")     # (n, 1024)
+    name = f"model.layers.{layer_idx}.mlp"
+    gate = linear(x, f"{name}.gate_proj.weight")                # (n, 3072)
+    up = linear(x, f"{name}.up_proj.weight")                    # (n, 3072)
+    return linear(silu(gate) * up, f"{name}.down_proj.weight")  # (n, 1024)
 
 
 # ==== Step 7: the transformer block =========================================================================
 def transformer_block(x, layer_idx, cache, positions):
     """Attention, then feed-forward; each reads a normed copy of x and adds to x: (n, 1024) -> (n, 1024).
 
-    To add, and not to replace, keeps what earlier blocks have found: a block need only learn what is missing.
+    Adding instead of replacing keeps what earlier blocks have found: a block learns only what is missing.
     """
-    p = f"model.layers.{layer_idx}"
-    x = x + attention(rms_norm(x, W[f"{p}.input_layernorm.weight"]), layer_idx, cache, positions)
-    return x + ffn(rms_norm(x, W[f"{p}.post_attention_layernorm.weight"]), layer_idx)
+    name = f"model.layers.{layer_idx}"
+    x = x + attention(rms_norm(x, W[f"{name}.input_layernorm.weight"]), layer_idx, cache, positions)
+    return x + ffn(rms_norm(x, W[f"{name}.post_attention_layernorm.weight"]), layer_idx)
 
 
-# ==== Step 8: all blocks and the head make logits, sampling makes a token ===================================
+# ==== Step 8: all blocks and the output matrix make logits, sampling makes a token ==========================
 def forward(token_ids, cache, start_pos, last_only=False):
-    """Score every token of the vocabulary as the one that follows each of n new tokens: logits (n, 151936).
+    """For each of n new tokens, score how well every token of the vocabulary would follow it: (n, 151936).
 
-    token_ids: n integers, which come after the start_pos tokens that the cache holds. last_only leaves out
-    all rows but the last, (1, 151936): no more is needed to go on, and the head is the largest matrix of all.
+    Such a score, any number, is called a logit. token_ids: the n tokens; start_pos: how many tokens the cache
+    holds already. last_only: only the last row, (1, 151936), which is all that the next token is chosen from.
     """
     positions = mx.arange(start_pos, start_pos + len(token_ids))
     x = embed(token_ids)                                        # (n, 1024)
     for layer_idx in range(N_LAYERS):
         x = transformer_block(x, layer_idx, cache, positions)
     x = rms_norm(x[-1:] if last_only else x, W["model.norm.weight"])
-    return linear(x, "lm_head.weight")
+    return linear(x, "lm_head.weight")                          # x's dot product with a row for each token
 
 
 def nucleus(logits, temperature, top_p):
-    """All token ids, the most likely first, and the probability to draw each: (151936,) both.
+    """All token ids, the likeliest first, and the probability of drawing each: (151936,) both.
 
-    It is 0 outside the nucleus, the fewest tokens whose softmax(logits / temperature) adds up to at least
-    top_p, and in proportion to that inside. Holtzman et al. 2019: there are so many unlikely tokens that one
-    of them would be drawn now and then, and spoil all that follows.
+    Take softmax(logits / temperature), largest first. A temperature below 1 makes likely tokens likelier, one
+    above 1 evens them out. The nucleus are the fewest tokens that add up to at least top_p; they are drawn in
+    proportion, all others never. Holtzman et al. 2019: each of the others is unlikely, but there are so many
+    that one would be drawn now and then, and spoil all that follows.
     """
     logits = logits.astype(mx.float32)
-    temperature, top_p = max(temperature, 1e-30), max(top_p, 1e-30)     # float32 makes 0 of smaller ones
+    temperature, top_p = max(temperature, 1e-30), max(top_p, 1e-30)     # float32 can't hold much smaller ones
     probs = mx.softmax((logits - mx.max(logits)) / temperature)     # minus the largest: none can overflow
     order = mx.argsort(-probs)
     probs = probs[order]
     if top_p < 1:
         likelier = mx.cumsum(probs, inclusive=False)            # the sum of all before it: 0 for the first
-        probs = mx.where(likelier < top_p, probs, 0)
+        probs = mx.where(likelier < top_p, probs, 0)            # while it is below top_p, one more is needed
     return order, probs / mx.sum(probs)
 
 
 def sample(logits, temperature=0.0, top_p=0.95):
-    """Choose a token id: logits (151936,) -> a 0-d array, not yet evaluated.
+    """Choose a token id: logits (151936,) -> a 0-d array; its item() is the integer.
 
-    Temperature 0 takes the most likely token ("greedy"); else one of the nucleus is drawn, in proportion.
+    Temperature 0 takes the likeliest token ("greedy"); otherwise one of the nucleus is drawn, in proportion.
     """
     if temperature == 0:
         return mx.argmax(logits)
     order, probs = nucleus(logits, temperature, top_p)
-    return order[mx.random.categorical(mx.log(probs))]          # it takes logarithms, -inf for 0
+    return order[mx.random.categorical(mx.log(probs))]          # it wants logarithms; log(0) is never drawn
 
 
 # ==== Step 9: the generation loop, prefill and then decode ==================================================
-def next_tokens(ids, cache, start_pos=0, temperature=0.0, top_p=0.95):
-    """Yield the tokens that the model adds to ids, one after another, until an end token comes.
+def prefill(ids, cache, start_pos=0):
+    """The first pass: all ids at once fill the cache, and the last token's logits come back, (1, 151936).
 
-    ids follow start_pos tokens in the cache. The first pass, prefill, takes them all at once; after that,
-    decode, every pass takes one token, and finds the rest in the cache. With each token comes the largest of
-    the logits that it was chosen from, so that whoever shows the text can see if they are numbers at all.
+    Long texts go in pieces of 256 tokens, each on the cache of those before it. So attention never holds the
+    scores of all tokens with all tokens. On a terminal tqdm shows a bar if this takes over a second.
     """
-    logits = prefill(ids, cache, start_pos)                     # which is forward, for 256 tokens at a time
-    pos = start_pos + len(ids)
-    while (token := sample(logits[-1], temperature, top_p).item()) not in EOS_IDS:      # choose
-        yield token, mx.max(logits).item()                                              # append
-        logits = forward([token], cache, pos)                                           # score
-        pos += 1
+    for i in tqdm(range(0, len(ids), 256), desc="prefill", delay=1, leave=False, disable=None):
+        logits = forward(ids[i:i + 256], cache, start_pos + i, last_only=True)
+        mx.eval(logits)                                         # compute now, and free what is not needed on
+    return logits
+
+
+def next_tokens(ids, cache, start_pos=0, temperature=0.0, top_p=0.95):
+    """Yield the tokens that the model adds to ids, until it chooses one that ends the text.
+
+    After prefill comes decode: every pass takes one token, and finds the keys and values of all others in the
+    cache. start_pos: how many tokens the cache holds before ids. With each token comes the size of the
+    largest logit: if the weights are damaged, that may be infinite or NaN, and stream (below) says so.
+    """
+    logits, pos = prefill(ids, cache, start_pos), start_pos + len(ids)          # score
+    while True:
+        token = sample(logits[-1], temperature, top_p).item()                   # choose
+        if token in EOS_IDS:
+            return
+        yield token, mx.max(mx.abs(logits)).item()                              # hand out
+        logits, pos = forward([token], cache, pos), pos + 1                     # append to the cache, score
 
 
 def generate(prompt, max_tokens=100, temperature=0.0, top_p=0.95):
-    """The prompt and its continuation by up to max_tokens tokens, as one text. ValueError as in stream."""
+    """The prompt and its continuation by up to max_tokens tokens, as one text. ValueError as in stream.
+
+    stream, below, turns next_tokens into text with tok.decode, the opposite of encode, while they are made.
+    """
     return prompt + "".join(stream(encode(prompt), [None] * N_LAYERS, 0, max_tokens, temperature, top_p))
 
 
 # ==== The same, faster ======================================================================================
-# Other versions of the functions that Steps 2 to 9 call. They give the same numbers, but for rounding, and
-# use_kernels puts one set of them in place. A packed matrix, in W for the fused set only, is (w, scales,
-# biases, how it is packed). Each set's entries in the cache have another length (2, 3 or 4), so a cache that
-# another set has filled ends in a ValueError and not in wrong numbers.
-def prefill(ids, cache, start_pos=0):
-    """forward for all ids, 256 at a time: fills the cache, returns the last logits (1, 151936).
-
-    In pieces most scores of the masked future are never computed, and the others fit in little memory. A bar
-    shows how far it is, if it takes over a second on a terminal. ValueError: the logits are not finite.
-    """
-    for i in tqdm(range(0, len(ids), 256), desc="prefill", delay=1, leave=False, disable=None):
-        logits = forward(ids[i:i + 256], cache, start_pos + i, last_only=True)
-        mx.eval(logits)
-    return check_finite(logits, mx.max(mx.abs(logits)).item())
-
-
-# ---- "fused", for a GPU: a kernel is a program that the GPU is told to run, and each takes a while to start.
+# Three sets of functions compute the same numbers, except for rounding: the "explicit" ones of the steps, and
+# the two sets here. use_kernels puts one of them in place. The fused set can also work with packed matrices,
+# rounded to a few bits (unpack, in the section on loading, makes them): such an entry of W is a tuple (w,
+# scales, biases, {"group_size", "bits"}). An entry of the cache has 2, 3 or 4 parts, by the set that made it,
+# so a cache that another set has filled ends in a ValueError and not in wrong numbers.
+#
+# ---- "fused", for a GPU: a kernel is a program that runs on the GPU. Each takes a while to start, so a few
+# large ones, which MLX has ready, are faster than many small ones.
 def fused_embed(token_ids):
     """embed, also where the matrix is packed: then only the rows that are asked for are unpacked."""
     ids, w = mx.array(token_ids), W["model.embed_tokens.weight"]
@@ -329,21 +354,21 @@ def fused_linear(x, name):
 
 
 def fused_apply_rope(q, k, positions):
-    """apply_rope as two kernels, for positions in a row. A batch of one: MLX has lost heads without it."""
+    """apply_rope as two kernels, for consecutive positions. x[None]: MLX wants a batch axis in front."""
     options = {"traditional": False, "base": THETA, "scale": 1.0, "offset": positions[0]}
     return tuple(mx.fast.rope(x[None], D_HEAD, **options)[0] for x in (q, k))
 
 
 def fused_extend_cache(cache, layer_idx, k, v):
-    """extend_cache with room: an entry is (keys, values, length), its arrays grow by 256 tokens at a time.
+    """extend_cache with free rows: entries are (keys, values, length), and their arrays grow by 256 tokens.
 
-    To write into the room costs the same for every token, where concatenating copies all that came before it.
-    (MLX writes in place where nobody else holds the array, and copies where somebody does.)
+    Writing into a free row costs the same for every token, while concatenating copies all earlier ones. (MLX
+    writes in place if no other variable refers to the array, and otherwise into a copy.)
     """
     keys, values, length = cache[layer_idx] or (k[:, :0], v[:, :0], 0)
     total = length + k.shape[1]
     if total > keys.shape[1]:
-        room = [(0, 0), (0, -(-total // 256) * 256 - length), (0, 0)]
+        room = [(0, 0), (0, -(-total // 256) * 256 - length), (0, 0)]           # rounded up to 256 tokens
         keys, values = mx.pad(keys[:, :length], room), mx.pad(values[:, :length], room)
     keys = mx.slice_update(keys, k, mx.array([length]), axes=[1])
     values = mx.slice_update(values, v, mx.array([length]), axes=[1])
@@ -360,11 +385,11 @@ def fused_attend(q, k, v):
 def fused_next_tokens(ids, cache, start_pos=0, temperature=0.0, top_p=0.95):
     """next_tokens, but each pass is queued before the token that it starts from is read.
 
-    So the GPU need not wait for Python. When the text ends, one pass too many has been queued.
+    So the GPU does not have to wait for Python. When the text ends, one pass too many has been queued.
     """
     logits = prefill(ids, cache, start_pos)
     for pos in itertools.count(start_pos + len(ids)):
-        token, largest = sample(logits[-1], temperature, top_p), mx.max(logits)
+        token, largest = sample(logits[-1], temperature, top_p), mx.max(mx.abs(logits))
         logits = forward(token[None], cache, pos)
         mx.async_eval(token, largest, logits)
         if token.item() in EOS_IDS:
@@ -372,33 +397,34 @@ def fused_next_tokens(ids, cache, start_pos=0, temperature=0.0, top_p=0.95):
         yield token.item(), largest.item()
 
 
-# ---- "numpy", for a CPU: NumPy's BLAS uses all cores and the vector instructions of the processor; MLX's
-# Linux wheel has a plain one. And a small operation takes NumPy 1 to 2 microseconds where MLX takes 20 to 40.
-# np.asarray of an MLX array is a view of it, so W is never copied.
+# ---- "numpy", for a CPU: NumPy multiplies matrices with all cores and with the processor's vector
+# instructions, MLX's Linux wheel does not. And a small operation takes NumPy 1 to 2 microseconds where MLX
+# takes 20 to 40. np.asarray of an MLX array is a view of it, so W is never copied. NumPy's results have no
+# gradients, and as_logits reports it to whoever asks for some.
 def numpy_linear(x, name):
     """linear. One row is a product with a vector, which reads the matrix once, as fast as memory allows.
 
-    For up to 32 rows w @ x.T is up to a quarter faster than x @ w.T, which copies w into another order first.
+    For 2 to 32 rows w @ x.T is up to a quarter faster than x @ w.T, which copies w into another order first;
+    with more rows that copy counts for little.
     """
     x, w = np.asarray(x), np.asarray(W[name])
     out = (w @ x.T).T if 1 < len(x) <= 32 else x @ w.T
     return as_logits(mx.array(out), *W.values()) if name == "lm_head.weight" else out
 
 
-# The logits are an MLX array again, but without gradients: whoever asks for some is told so.
 as_logits = mx.custom_function(lambda logits, *weights: logits)
 as_logits.vjp(lambda *_: refuse(True, 'the "numpy" functions have no gradients: use_kernels("explicit") has'))
 
 
 def numpy_rms_norm(x, w):
-    """rms_norm. einsum adds up the squares without an array that holds them."""
+    """rms_norm. einsum adds up x_i * x_i without an array for the squares."""
     x = np.asarray(x)
     mean = np.einsum("...i,...i->...", x, x)[..., None] / np.float32(x.shape[-1])
     return x * (1 / np.sqrt(mean + np.float32(EPS))) * np.asarray(w)
 
 
 def numpy_apply_rope(q, k, positions):
-    """apply_rope."""
+    """apply_rope in NumPy: the same lines."""
     half = D_HEAD // 2
     freqs = np.float32(THETA) ** (-np.arange(half, dtype=np.float32) / half)
     angles = np.asarray(positions, dtype=np.float32)[:, None] * freqs
@@ -408,16 +434,16 @@ def numpy_apply_rope(q, k, positions):
 
 
 def numpy_extend_cache(cache, layer_idx, k, v):
-    """extend_cache with room for 256 more tokens: an entry is (keys, values, length, [tokens written]).
+    """extend_cache with free rows for 256 more tokens: an entry is (keys, values, length, [rows written]).
 
-    All entries made of one another share their arrays and the list. If more is written than this entry's
-    length, another text has gone on from here, and what it wrote must stay: the arrays are copied.
+    Entries that were made from one another share their arrays and the list. If more rows are written than
+    this entry's length, another text has gone on from here, and its rows must stay: the arrays are copied.
     """
     keys, values, length, written = cache[layer_idx] or (k[:, :0], v[:, :0], 0, [0])
     total = length + k.shape[1]
     if total > keys.shape[1] or length < written[0]:
         old, written = (keys[:, :length], values[:, :length]), [0]
-        keys, values = (np.empty((N_KV, total + 256, D_HEAD), dtype=np.float32) for _ in "kv")
+        keys, values = (np.empty((N_KV, total + 256, D_HEAD), dtype=np.float32) for _ in range(2))
         keys[:, :length], values[:, :length] = old
     keys[:, length:total], values[:, length:total], written[0] = k, v, total
     cache[layer_idx] = (keys, values, total, written)
@@ -427,8 +453,8 @@ def numpy_extend_cache(cache, layer_idx, k, v):
 def numpy_attend(q, k, v):
     """attend, one key/value head after another, so that one buffer holds the scores of each.
 
-    The mask touches only the new tokens' columns. The scale is put on q and the sum divided out at the end,
-    since both are smaller than the scores. For a single token each head makes products with vectors.
+    The mask touches only the new tokens' columns. Scaling q and dividing the result by the sum take less work
+    than doing both with the scores, of which there are more. A single token's heads multiply vectors.
     """
     n, total = q.shape[1], k.shape[1]
     q = np.asarray(q).reshape(N_KV, -1, D_HEAD) * np.float32(D_HEAD ** -0.5)
@@ -445,7 +471,7 @@ def numpy_attend(q, k, v):
 
 
 def numpy_silu(gate):
-    """silu of (n, 3072) as gate / (1 + e^-gate). A row fits in the processor's cache: twice as fast so."""
+    """silu of (n, 3072) as gate / (1 + e^-gate). One row fits in the processor's cache: twice as fast."""
     out = np.empty(gate.shape, dtype=np.float32)
     for row, result in zip(np.asarray(gate), out):
         np.divide(row, 1 + np.exp(np.minimum(-row, 88)), out=result)            # float32 can't hold e^89
@@ -453,7 +479,7 @@ def numpy_silu(gate):
 
 
 def refuse(wrong, message):
-    """ValueError with that message if something is wrong."""
+    """Raise a ValueError with that message if the condition is true."""
     if wrong:
         raise ValueError(message)
 
@@ -466,20 +492,20 @@ KERNELS = {                     # three versions of each function, in that order
     "apply_rope": (apply_rope, fused_apply_rope, numpy_apply_rope),
     "extend_cache": (extend_cache, fused_extend_cache, numpy_extend_cache),
     "attend": (attend, fused_attend, numpy_attend),
-    "silu": (silu, lambda gate: gate * mx.sigmoid(gate), numpy_silu),   # 16 bits: fewer kernels, one rounding
+    "silu": (silu, lambda gate: gate * mx.sigmoid(gate), numpy_silu),   # it rounds twice in 16 bits
     "next_tokens": (next_tokens, fused_next_tokens, next_tokens)}
 
 
 def use_kernels(kind):
     """From now on compute with the "explicit" functions of the steps, the "fused" or the "numpy" ones.
 
-    NumPy has no bfloat16: where W is not float32, "numpy" means the explicit ones. ValueError: there is no
-    such set, or it can't compute with what is in W.
+    NumPy has no bfloat16 and is slow with float16: if W is not float32, "numpy" means the explicit ones.
+    Raises ValueError if there is no such set, or if it can't compute with what is in W.
     """
     global kernels
     refuse(kind not in KINDS or kind == "numpy" and "np" not in globals(), f"there are no {kind!r} kernels")
     refuse(kind != "fused" and any(type(w) is tuple for w in W.values()), "packed weights need fused kernels")
-    kernels = kind                                              # what load_model puts in place again
+    kernels = kind                                              # for load_model, which calls this again
     plain = kind == "numpy" and any(w.dtype != mx.float32 for w in W.values())
     chosen = 0 if plain else KINDS.index(kind)
     globals().update({name: versions[chosen] for name, versions in KERNELS.items()})
@@ -489,47 +515,46 @@ use_kernels("fused" if mx.default_device() == mx.gpu else "numpy" if "np" in glo
 
 
 # ==== Text as it appears ====================================================================================
-# Of the 256 bytes, those that tokenizers like Qwen3's don't write as the letter with their number
+# A token can hold half a character: an emoji has 4 bytes, and may come as 3 tokens. Decoded too early, it is
+# U+FFFD, the sign for damaged text. So what may still become a character waits. Tokenizers like Qwen3's name
+# a token by a letter for each byte: chr(byte), or for these bytes, which have no printable one, chr(256) on.
 UNPRINTABLE = sorted(set(range(256)) - set(map(ord, pre_tokenizers.ByteLevel.alphabet())))
 
 
 def bytes_of(token_id):
-    """The UTF-8 bytes that a token adds to a text, also parts of characters; none for a special token.
-
-    In tokenizers like Llama 2's a byte that is no character is written "<0xE6>". In those like Qwen3's each
-    byte is a letter: the one with its number, or for those in UNPRINTABLE one from chr(256) on.
-    """
+    """The UTF-8 bytes that a token adds to a text: maybe parts of characters, none for a special token."""
     piece, once = tok.id_to_token(token_id) or "", tok.decode([token_id])
-    text = tok.decode([token_id, token_id])[len(once):]         # some drop the space where a text begins
-    if "\ufffd" not in text or "\ufffd" in piece:               # whole characters, and maybe U+FFFD itself
+    text = tok.decode([token_id, token_id])[len(once):]         # once more: some drop a text's first space
+    if "\ufffd" not in text or "\ufffd" in piece:               # whole characters; U+FFFD may be one of them
         return text.encode()
-    if piece.startswith("<0x"):
+    if piece.startswith("<0x"):                                 # in tokenizers like Llama 2's: "<0xE6>"
         return bytes.fromhex(piece[3:5])
     return bytes(ord(c) if ord(c) < 256 else UNPRINTABLE[ord(c) - 256] for c in piece)
 
 
 def whole_text(ids):
-    """The text of some tokens, without a character at its end that later tokens can complete."""
-    data = b"".join(map(bytes_of, ids[-8:]))
-    _, used = codecs.utf_8_decode(data, "replace", False)       # it stops before bytes that may go on
-    inside = len(data[used:].decode(errors="replace")) == 1     # 2: half a surrogate, which nothing completes
+    """The text of some tokens, without a character at its end that later tokens may still complete."""
+    data = b"".join(map(bytes_of, ids[-8:]))                    # 4 would do, but for tokens without bytes
+    _, used = codecs.utf_8_decode(data, "replace", False)       # it stops before bytes that may be completed
+    inside = len(data[used:].decode(errors="replace")) == 1     # 2: bytes like ED A0, which nothing completes
     return tok.decode(ids).rstrip("\ufffd") if inside else tok.decode(ids)
 
 
 def text_pieces(prompt_ids, new_ids):
-    """Yield the text that each new token adds to the prompt's; at the end also what was held back, if not "".
+    """Yield the text that each new token adds; at the end also what was held back until then, if any.
 
     Joined, the pieces are the text of all tokens without the prompt's. All are decoded every time (0.5 ms for
-    1,000), since the text of one can depend on those before it. In tokenizers like Llama 2's a byte that fits
-    nothing even changes them to U+FFFD: what is shown stays, and the text goes on after as many characters.
+    1,000), since a token's text can depend on its neighbours: in tokenizers like Llama 2's a wrong byte turns
+    good ones before it into U+FFFD. What was shown then stays, and the rest follows after as many characters.
     """
     ids, base = list(prompt_ids), tok.decode(prompt_ids)
+    # The longest part of the prompt that does not end inside a character counts as shown
     whole = next(i for i in range(len(ids), -1, -1) if whole_text(ids[:i]) == tok.decode(ids[:i]))
-    shown = len(tok.decode(ids[:whole]))                        # how many characters of text
+    shown = len(tok.decode(ids[:whole]))                        # a number of characters
     for token in new_ids:
         ids.append(token)
         text = whole_text(ids)
-        # Of a prompt that ends inside a character, what the new tokens leave as it was is shown already
+        # If the prompt ends inside a character, what the new tokens have not changed counts as shown, too
         shown = max(shown, len(os.path.commonprefix([base, text])))
         yield text[shown:]
         shown = max(shown, len(text))
@@ -540,8 +565,8 @@ def text_pieces(prompt_ids, new_ids):
 def stream(ids, cache, start_pos=0, max_tokens=100, temperature=0.0, top_p=0.95):
     """Yield the text of each token that the model adds to ids, which follow start_pos tokens in the cache.
 
-    Up to max_tokens pieces, as in text_pieces, and one more if something was held back. ValueError as in
-    check_prompt, or the logits are not finite.
+    Up to max_tokens pieces, as in text_pieces, and one more if something was held back. Raises ValueError as
+    check_prompt does, or if logits are not finite.
     """
     check_prompt(ids, start_pos + max_tokens)
     new = itertools.islice(next_tokens(ids, cache, start_pos, temperature, top_p), max_tokens)
@@ -549,7 +574,7 @@ def stream(ids, cache, start_pos=0, max_tokens=100, temperature=0.0, top_p=0.95)
 
 
 def check_prompt(ids, max_tokens):
-    """The ids. ValueError: there are none, too many for max_tokens more, or one that has no embedding."""
+    """Returns the ids. Raises ValueError if there are none, too many, or one beyond the embedding's rows."""
     refuse(not ids, "the prompt is empty")
     refuse(len(ids) + max_tokens > MAX_POSITIONS,
            f"{len(ids)} tokens and {max_tokens} new ones do not fit in the context of {MAX_POSITIONS} tokens")
@@ -559,7 +584,7 @@ def check_prompt(ids, max_tokens):
 
 
 def check_finite(value, number):
-    """The value. ValueError, which names the first weight that is not finite, if the number is not."""
+    """Returns the value. Raises ValueError, naming a weight that is not finite, if the number is not."""
     if not math.isfinite(number):
         parts = [(name, part) for name, w in W.items() for part in (w[1:3] if type(w) is tuple else (w,))]
         bad = [name for name, part in parts if not mx.isfinite(part).all()]
@@ -568,13 +593,14 @@ def check_finite(value, number):
 
 
 # ==== A conversation in Qwen3's chat template, with --chat ==================================================
-# The SHA-256 of Qwen3-0.6B's template, and of that of tests/tiny-qwen3, which makes the same of a chat
+# "Hello" becomes <|im_start|>user\nHello<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n, and the
+# model goes on. Below: the SHA-256 of Qwen3-0.6B's template, and of tests/tiny-qwen3's, which does the same.
 CHAT_FORMS = ("a55ee1b1660128b7098723e0abcd92caa0788061051c62d51cbe87d9cf1974d8",
               "9f2987732d38039af61231dccba6509f5ae1c9d8b4b2df7b63c335f2ff2bf4dd")
 
 
 def check_chat_form(folder):
-    """Say on stderr if a model has another chat template. ValueError: its tokenizer can't make our turns."""
+    """Say on stderr if a model's chat template is a different one. Raises ValueError if it can't chat."""
     refuse(tok.token_to_id("<|im_end|>") not in EOS_IDS, "--chat needs a model that ends turns in <|im_end|>")
     refuse("\u2581" in "".join(tok.encode("a", add_special_tokens=False).tokens),
            "--chat needs a tokenizer that does not mark the beginning of a text")
@@ -586,8 +612,8 @@ def check_chat_form(folder):
 
 
 def ids_of(text, typed=False):
-    """Token ids of a part of the template, or of text that was typed, where "<|im_end|>" has no meaning."""
-    tok.encode_special_tokens = typed
+    """Token ids of a part of the template, or of typed text, in which "<|im_end|>" is ordinary text."""
+    tok.encode_special_tokens = typed                           # True: special tokens are spelled like others
     return tok.encode(text.encode().decode(), add_special_tokens=False).ids     # fails for what is not UTF-8
 
 
@@ -597,8 +623,8 @@ def turn_ids(role, text):
 
 
 def typed_lines():
-    """The lines of stdin, without the newline at their end. At a terminal readline edits them."""
-    with contextlib.suppress(ImportError):                      # Windows has none
+    """The lines of stdin, without the newline at their end. At a terminal readline helps to edit them."""
+    with contextlib.suppress(ImportError):                      # there is no readline on Windows
         import readline                                         # noqa: F401  (from now on input uses it)
     with contextlib.suppress(EOFError):
         while True:
@@ -606,12 +632,12 @@ def typed_lines():
 
 
 def chat(questions, system=None, think=False, max_tokens=1000, temperature=0.0, top_p=0.95):
-    """Print an answer to each of the questions, as turns of one conversation. False: one was refused.
+    """Print an answer to each of the questions, as turns of one conversation. False if one was refused.
 
-    Without think an answer begins with an empty thought, so that the model thinks no more. Thoughts are not
-    kept, as in Qwen3's own template: a copy of the cache is kept at the end of each question, and the answer
-    without its thought is run again, in one go, with the next question. So an answer may break off anywhere:
-    Ctrl-C at a terminal stops it, and what was shown stays part of the conversation.
+    Without think an answer begins with an empty thought, so the model does not think. Thoughts are not kept,
+    as in Qwen3's own template: the answer goes into a copy of the cache, which is dropped, and its text
+    without the thought is computed again together with the next question. At a terminal Ctrl-C stops an
+    answer, and what was shown stays part of the conversation.
     """
     thought = "" if think or tok.token_to_id("<think>") is None else "<think>\n\n</think>\n\n"
     opening = ids_of(f"<|im_start|>assistant\n{thought}")
@@ -641,7 +667,7 @@ def chat(questions, system=None, think=False, max_tokens=1000, temperature=0.0, 
                 piece = piece.replace("<think>", dim + "<think>").replace("</think>", "</think>" + plain)
                 print(piece, end="", flush=True)
         except KeyboardInterrupt:
-            if isinstance(questions, list) or not sys.stdin.isatty():           # nobody can ask on
+            if isinstance(questions, list) or not sys.stdin.isatty():           # no question can follow
                 raise
         finally:
             print(plain)
@@ -649,13 +675,13 @@ def chat(questions, system=None, think=False, max_tokens=1000, temperature=0.0, 
     return all_well
 
 
-# ==== Looking inside: every call of a decode step, with --trace =============================================
+# ==== Looking inside: every call of one decode pass, with --trace ===========================================
 WATCHED = ["embed", "rms_norm", "apply_rope", "extend_cache", "attend", "attention", "silu", "ffn",
            "transformer_block", "linear", "forward", "sample"]
 
 
 def watch(run):
-    """Call run(), and note each call of a function in WATCHED meanwhile: [depth, name, arguments, result]."""
+    """Call run() and record each call of a function in WATCHED: [depth, name, arguments, result]."""
     calls, functions = [], {name: globals()[name] for name in WATCHED}
 
     def watched(name, *args, **options):
@@ -679,9 +705,10 @@ def shapes_of(values):
 
 
 def trace(prompt):
-    """Print each call of a function in WATCHED in one decode step: weight or layer, shapes in, out, dtype."""
+    """Print each call of a function in WATCHED in one decode pass: weight or layer, shapes in, out, dtype."""
     ids, cache = check_prompt(encode(prompt), 2), [None] * N_LAYERS
-    token, names = sample(prefill(ids, cache)[-1]), {id(w): name for name, w in W.items()}
+    logits, names = prefill(ids, cache)[-1], {id(w): name for name, w in W.items()}
+    token = sample(check_finite(logits, mx.max(mx.abs(logits)).item()))
     for depth, name, args, result in watch(lambda: sample(forward(token[None], cache, len(ids))[-1])):
         labels = [names.get(id(a), a) for a in args if id(a) in names or isinstance(a, str)]
         labels += [f"layer {a}" for a in args if isinstance(a, int) and name != "forward"]
@@ -690,14 +717,14 @@ def trace(prompt):
 
 
 # ==== Looking inside: the nine steps on your own prompt, with --explain =====================================
-# A step's number and function, and a regex for what it reads for a token: "" matches all of W, "-" nothing
+# A step's number and function, and a regex for the weights that it reads: "" matches all names, "-" none
 STEPS = {"2 embed": "embed", "3 rms_norm": "norm", "4 apply_rope": "-", "5 attention": "self_attn",
          "6 ffn": "mlp", "7 transformer_block": "layers", "8 linear": "lm_head", "8 forward": "",
          "8 sample": "-"}
 
 
 def terminal_code(number):
-    """The escape code for plain (0), bold (1) or dim (2) text; empty where nobody wants colour."""
+    """The escape code for plain (0), bold (1) or dim (2) text; empty if colour is not wanted."""
     wanted = sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
     return f"\033[{number}m" if wanted else ""
 
@@ -710,7 +737,7 @@ def spell(token_id):
 
 
 def bar(share, width=16):
-    """A bar for a share of 1, and the share in digits."""
+    """A bar for a share between 0 and 1, and the share in digits."""
     return f"{'#' * round(width * share):{width}} {share:.4f}"
 
 
@@ -720,15 +747,15 @@ def show(title, look, heading, rows):
 
 
 def show_costs(seen, n, speed):
-    """Print what one token after n others costs, step by step and in all; speed in tokens/s.
+    """Print what the token after n others costs, step by step and in all; speed in tokens/s.
 
-    seen: {function: [(arguments, result) of each call]}. A product with a matrix takes as many multiply-adds
-    as that has numbers. A step's share includes the steps that it calls.
+    seen: {function: [(arguments, result) of each call]}. A matrix takes as many multiply-adds as it has
+    numbers. A step's share includes the steps that it calls.
     """
     kv_bytes = sum(k.nbytes + v.nbytes for (_, k, v), _ in seen["attend"]) // n
     parts = {name: (w.size * (w.ndim - 1), w.nbytes) for name, w in W.items()}      # none for a norm's vector
     parts["model.embed_tokens.weight"] = (0, W["model.embed_tokens.weight"][0].nbytes)      # a row is read
-    # The cache's share has a name that the patterns for attention and for all blocks find
+    # The cache is not in W; this name is matched by the patterns for attention and for all blocks
     parts["layers: self_attn, cache"] = (2 * N_LAYERS * N_HEADS * D_HEAD * (n + 1), kv_bytes * (n + 1))
     costs = {step: [sum(c) for c in zip((0, 0), *[parts[name] for name in parts if re.search(regex, name)])]
              for step, regex in STEPS.items()}
@@ -739,7 +766,7 @@ def show_costs(seen, n, speed):
          [f"{step:19} {shapes_of(args[:2]):29} {shapes_of(result):28} {a / adds:8.2%} {b / read:8.2%}"
           for step, (a, b) in costs.items() for args, result in seen[step[2:]][-1:]])
     stored = {id(w): w for w in W.values()}.values()            # tied: one array under two names
-    show("What the next token costs", "Look at the last line: memory sets the pace: all is read.", "", [
+    show("What the next token costs", "Look at the last line: all bytes are read, so memory sets the pace.", "", [
         f"{sum(w.size for w in stored):,} parameters, {sum(w.nbytes for w in stored):,} bytes of weights",
         f"{kv_bytes:,} bytes of KV cache; {kv_bytes * N_HEADS // N_KV:,} if each query head had its own",
         f"{adds - cache_adds:,} multiply-adds with weights, {cache_adds:,} with the cache",
@@ -747,7 +774,7 @@ def show_costs(seen, n, speed):
 
 
 def show_layers(ids, seen):
-    """Print for each layer where the last token looks, and what the model would say if it ended there."""
+    """Print for each layer where the last token looks, and the "logit lens": the answer if it ended there."""
     n, shades = len(ids), " .:-=+*#%@"
     columns = list(range(n)) if n <= 24 else [*range(4), *range(n - 20, n)]
     width = 2 if n <= 12 else 1
@@ -769,8 +796,8 @@ def show_layers(ids, seen):
 
 
 def explain(prompt):
-    """Print what happens to a prompt, step by step. ValueError as in check_prompt, for 8 tokens more; if it
-    has over 256, more than a piece of prefill; or if weights are packed, which show_costs can't count."""
+    """Print what happens to a prompt, step by step. Raises ValueError as check_prompt does, or if the prompt
+    has over 256 tokens (prefill would cut it), or if weights are packed (show_costs can't count them)."""
     ids, cache = check_prompt(encode(prompt), 8), [None] * N_LAYERS
     n = len(ids)
     refuse(n > 256 or any(isinstance(w, tuple) for w in W.values()),
@@ -778,6 +805,7 @@ def explain(prompt):
     calls = watch(lambda: sample(prefill(mx.array(ids), cache)[-1]))
     seen = {name: [call[2:] for call in calls if call[1] == name] for name in WATCHED}
     longer, by_cache, start = list(ids), [seen["forward"][0][1][-1]], time.perf_counter()
+    check_finite(ids, mx.max(mx.abs(by_cache[0])).item())
     for pos in range(n, n + 8):
         longer.append(sample(by_cache[-1]).item())
         by_cache.append(forward(longer[-1:], cache, pos)[-1])
@@ -795,10 +823,10 @@ def explain(prompt):
     q, k = map(mx.array, apply_rope(q, k, mx.arange(n + 101)))  # one query and one key, at every position
     qk1, qk4 = (mx.sum(q[0, apart:] * k[0, :-apart], axis=-1).tolist() for apart in (1, 4))
     show("Step 4: how far RoPE turns, in degrees, and a query times a key that stand 1 and 4 tokens apart",
-         "Look at the last two columns: they depend on the distance and on nothing else.",
+         "Look at the last two columns: the position changes nothing, only the distance does.",
          "position   first pair  middle pair    last pair   1 apart   4 apart",
          [f"{i:8} " + " ".join(f"{i * t:12.6g}" for t in turn) + f" {qk1[i]:9.3f} {qk4[i]:9.3f}"
-          for i in [*range(n), n + 96]])
+          for i in [*range(n), n + 96]])                        # and a place far away
     show_layers(ids, seen)
 
     (order, probs), (_, kept) = nucleus(by_cache[0], 1, 1), nucleus(by_cache[0], 0.7, 0.95)
@@ -810,7 +838,7 @@ def explain(prompt):
 
     again = forward(longer[:-1], [None] * N_LAYERS, 0)[-8:]     # at once, with nothing cached
     show("Step 9: the next 8 tokens, decoded from the cache and recomputed without one",
-         "Look at both ids: they must be the same, and the logits may differ by rounding only.",
+         "Look at both ids: they should be the same, and the logits differ by rounding only.",
          "  cached  recomputed  largest difference of the logits",
          [f"{token:8} {mx.argmax(new).item():11} {mx.max(mx.abs(old - new)).item():11.2e}  {spell(token)}"
           for token, old, new in zip(longer[n:], by_cache, again)])
@@ -825,9 +853,9 @@ def load_model(folder, dtype=None, quantize=None):
 
     dtype: what to compute in. None: as stored on a GPU; float32 on a CPU, where bfloat16 products are slow.
     quantize: the bits, 4 or 8, to which the matrices are rounded; None leaves them as they are. On a GPU this
-    saves memory; on a CPU the rounded numbers are float32 again, since its packed products are slow. OSError:
-    a file can't be read. ValueError, in one line that names the field or tensor: this file would not compute
-    the checkpoint exactly. After either, the model that was loaded before is still whole.
+    saves memory; on a CPU the rounded numbers are float32 again, since its packed products are slow. Raises
+    OSError if a file can't be read, and ValueError, in one line that names the field or tensor, if this would
+    not compute the checkpoint exactly. After either, the model that was loaded before is still in place.
     """
     refuse(quantize not in (None, 4, 8), f"quantize is {quantize}, not 4 or 8")
     refuse((dtype or mx.float32) not in FLOATS, f"dtype is {dtype}, not one of {FLOATS}")
@@ -840,8 +868,8 @@ def load_model(folder, dtype=None, quantize=None):
     dtype = dtype or (stored["model.norm.weight"].dtype if as_stored else mx.float32)
     weights = {name: w.astype(dtype) for name, w in stored.items()}
     for name, (w, scales, biases, how) in packed.items() if as_stored and kernels == "fused" else ():
-        weights[name] = (w, scales.astype(dtype), biases.astype(dtype), how)    # these stay as small
-    stored = packed = None                                      # what was stored can go as it is converted
+        weights[name] = (w, scales.astype(dtype), biases.astype(dtype), how)    # these stay packed
+    stored = packed = None                                      # so each can be freed after its conversion
     evaluate(folder, weights)
     W.clear()
     W.update({"lm_head.weight": weights["model.embed_tokens.weight"]} | weights)        # the same, if tied
@@ -850,9 +878,9 @@ def load_model(folder, dtype=None, quantize=None):
 
 
 def evaluate(folder, weights):
-    """Read and convert the weights, one at a time. ValueError: they are larger than the memory."""
+    """Read and convert the weights, one at a time. Raises ValueError if they are larger than the memory."""
     arrays = [part for w in weights.values() for part in (w[:3] if type(w) is tuple else (w,))]
-    needed = sum(array.nbytes for array in arrays)              # Windows does not say how much there is
+    needed = sum(array.nbytes for array in arrays)              # there is no sysconf on Windows
     refuse(hasattr(os, "sysconf") and needed > os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
            f"{folder}: the weights take {needed / 1e9:.1f} GB, more memory than there is")
     for array in arrays:
@@ -865,10 +893,10 @@ CONSTANTS = {                   # the constants at the top of the file, each wit
     "N_HEADS": "num_attention_heads", "N_KV": "num_key_value_heads", "D_HEAD": "head_dim",
     "VOCAB": "vocab_size", "MAX_POSITIONS": "max_position_embeddings", "EPS": "rms_norm_eps",
     "THETA": "rope_theta"}
-# MLX's quantised weights: integers of a few bits, and for each group of them in a row a scale and a bias
+# MLX's packed weights: integers of a few bits; a group of them in a row is scale * integer + bias
 QUANTIZED = [{"group_size": group_size, "bits": bits} | mode for group_size in (32, 64, 128)
              for bits in (2, 3, 4, 5, 6, 8) for mode in ({}, {"mode": "affine"})]
-# What fields of config.json may say, where not null, for this file to compute the checkpoint exactly
+# What these fields of config.json may say, if anything, for the checkpoint to be computed exactly
 SUPPORTED = {
     "model_type": ["qwen3", "llama"], "hidden_act": ["silu"], "attention_bias": [False], "mlp_bias": [False],
     "rope_scaling": [{}], "rope_parameters": [{}], "rope_interleaved": [False], "rope_traditional": [False],
@@ -886,9 +914,9 @@ def read_json(path):
 
 
 def read_config(path):
-    """config.json, without what asks for nothing special, and {name: value} of the constants.
+    """Returns config.json, without entries that change nothing, and {name: value} of the constants.
 
-    ValueError names the first field that is missing, or that asks for something this file would get wrong.
+    Raises ValueError, naming the field, if one is missing or asks for what would be computed wrongly.
     """
     config, plain = read_json(path), {"rope_type": "default", "type": "default", "partial_rotary_factor": 1}
     for field in ("rope_parameters", "rope_scaling"):           # transformers 5: rope_theta is in the former
@@ -897,10 +925,10 @@ def read_config(path):
             config["rope_theta"] = config.get("rope_theta") if theta is None else theta
             config[field] = {key: value for key, value in rope.items() if plain.get(key) != value}
     if config.get("use_sliding_window") is False:
-        config["sliding_window"] = None                         # a width that is written but not used
+        config["sliding_window"] = None                         # a width that is given but not used
     if isinstance(layers := config.get("layer_types"), list):
         config["layer_types"] = sorted(set(map(str, layers)))
-    for field in ("quantization_config", "quantization"):       # mlx-lm also names matrices packed otherwise
+    for field in ("quantization_config", "quantization"):       # and by name, how single matrices are packed
         if isinstance(entries := config.get(field), dict):
             packings = {name: e | {"group_size": e.get("group_size") or 64} if type(e) is dict else e
                         for name, e in entries.items() if type(e) in (dict, bool)}
@@ -916,11 +944,11 @@ def read_config(path):
 
 
 def read_constants(path, config):
-    """{name: value} of the constants, with the defaults that transformers has. ValueError names the field."""
+    """{name: value} of the constants, with transformers' default values. ValueError names the field."""
     config = {"num_key_value_heads": config.get("num_attention_heads"), "rope_theta": 10000} | config
     found = {}
     for name, field in CONSTANTS.items():
-        if name == "D_HEAD" and field not in config:            # a Llama's D_MODEL is cut into heads
+        if name == "D_HEAD" and field not in config:            # in Llamas, D_MODEL / N_HEADS
             config[field] = 128 if config["model_type"] == "qwen3" else found["D_MODEL"] // found["N_HEADS"]
         found[name], kind = config.get(field), float if name in ("EPS", "THETA") else int
         refuse(type(found[name]) not in (int, kind) or not 0 < found[name] < 2**53,
@@ -936,15 +964,15 @@ def read_constants(path, config):
 
 
 def read_tokenizer(path, rows):
-    """A tokenizers.Tokenizer from tokenizer.json. ValueError if it is none, or has ids beyond the rows.
+    """A tokenizers.Tokenizer from tokenizer.json. Raises ValueError if it is none, or has too large ids.
 
-    Tokens that were added to a tokenizer may be beyond: check_prompt refuses a prompt that uses one.
+    Tokens that were added to a tokenizer may have larger ids: check_prompt refuses a prompt that uses one.
     """
     try:
         tokenizer = Tokenizer.from_file(str(path))
-        tokenizer.no_truncation()                               # the file may ask for all three, for training
+        tokenizer.no_truncation()                               # all three may be set, but are for training
         tokenizer.no_padding()
-        if hasattr(tokenizer.model, "dropout"):                 # leaves out merges at random
+        if hasattr(tokenizer.model, "dropout"):                 # would leave out merges at random
             tokenizer.model.dropout = None
         largest = max([0, *tokenizer.get_vocab(with_added_tokens=False).values(), *tokenizer.encode("").ids])
     except KeyboardInterrupt:
@@ -958,7 +986,8 @@ def read_tokenizer(path, rows):
 def read_weights(folder, config):
     """{name: array} of model.safetensors or the shards in its index, lazy; and whether the head is tied.
 
-    ValueError: a file is cut off, its tensors don't fill it one after another, or a tied head is another one.
+    Raises ValueError if a file is cut off, if its tensors leave gaps or overlap, or if the head is said to be
+    tied, which means that it is the embedding, and differs from it.
     """
     paths, index, stored = [folder / "model.safetensors"], folder / "model.safetensors.index.json", {}
     if index.exists() and not paths[0].exists():
@@ -967,22 +996,22 @@ def read_weights(folder, config):
     for path in paths:
         try:
             stored |= mx.load(str(path), format="safetensors")
-            with open(path, "rb") as file:                      # its header has each tensor's place
+            with open(path, "rb") as file:                      # its header, JSON, has each tensor's place
                 header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
                 size = path.stat().st_size - file.tell()
             spans = sorted(entry["data_offsets"] for name, entry in header.items() if name != "__metadata__")
             begins, ends = [begin for begin, _ in spans], [end for _, end in spans]
             refuse(begins + [size] != [0] + ends, "its tensors leave gaps or overlap")
-        except (RuntimeError, ValueError, TypeError) as error:  # half a download, say, or a Git LFS pointer
+        except (RuntimeError, ValueError, TypeError) as error:  # half a download, a Git LFS pointer, ...
             raise ValueError(f"{path} can't be read as weights: {error}") from None
-    if not any(name.startswith("model.") for name in stored):   # transformers saves a model without a head so
+    if not any(name.startswith("model.") for name in stored):   # so transformers saves models without a head
         stored = {name if name.startswith("lm_head.") else f"model.{name}": w for name, w in stored.items()}
     tied = config.get("tie_word_embeddings", "lm_head.weight" not in stored)
     for name in [name for name in stored if tied and name.startswith("lm_head.")]:
         embedding = stored.get(name.replace("lm_head", "model.embed_tokens"), mx.array(0))
         same = mx.array_equal(stored.pop(name), embedding)
         refuse(not same, f"{folder}: tie_word_embeddings is true, but {name} is not the embedding's")
-    old = "rotary_emb.inv_freq"                                 # which old Llamas have, and nobody needs
+    old = "rotary_emb.inv_freq"                                 # a table in old Llamas, which is not needed
     return {name: w for name, w in stored.items() if not name.endswith(old)}, tied
 
 
@@ -999,10 +1028,10 @@ def unpack(folder, config, stored, bits):
         packing = config.get("packings", {}).get(name.removesuffix(".weight"), True)
         packing = {"group_size": 64, "bits": bits} if bits else usual if packing is True else packing
         try:
-            if bits and stored[name].ndim == 2:                 # from here on as if it had been stored packed
+            if bits and stored[name].ndim == 2:                 # as if it had been stored like this
                 stored |= zip(parts, mx.quantize(stored[name], **packing))
             if packing and parts[1] in stored and parts[2] in stored:
-                packing = QUANTIZED[QUANTIZED.index(packing)]   # with 4 where JSON may say 4.0
+                packing = QUANTIZED[QUANTIZED.index(packing)]   # 4 instead of 4.0, which JSON allows
                 w, scales, biases = (stored.pop(part) for part in parts)
                 refuse(scales.shape != biases.shape or any(x.dtype not in FLOATS for x in (scales, biases)),
                        "its scales and biases are of different shapes, or no floats")
@@ -1016,7 +1045,7 @@ def unpack(folder, config, stored, bits):
 def expected_shapes(c, qk_norm, own_head):
     """{name: shape} of the tensors that a checkpoint with the constants c must hold, no more and no fewer.
 
-    qk_norm: has every block Qwen3's norms of queries and keys? own_head: is lm_head.weight stored?
+    qk_norm: whether blocks have Qwen3's norms of queries and keys. own_head: whether the head is not tied.
     """
     d, ff, q, kv = c["D_MODEL"], c["D_FF"], c["N_HEADS"] * c["D_HEAD"], c["N_KV"] * c["D_HEAD"]
     block = {"input_layernorm": (d,), "post_attention_layernorm": (d,), "self_attn.q_proj": (q, d),
@@ -1029,8 +1058,8 @@ def expected_shapes(c, qk_norm, own_head):
 
 
 def check_weights(folder, config, stored, constants, tied):
-    """ValueError if a tensor is missing, misshapen, too many, of another type, or an embedding not finite."""
-    layers = constants["N_LAYERS"]                              # before a list of so many tensors is made
+    """Raises ValueError if tensors are missing, of a wrong shape or type, not known, or not finite."""
+    layers = constants["N_LAYERS"]                              # a huge one would make a huge list below
     refuse(layers > len(stored), f"{folder}: num_hidden_layers is {layers} with {len(stored)} tensors")
     shapes = expected_shapes(constants, config["model_type"] == "qwen3", not tied)
     for name in sorted(shapes.keys() | stored.keys()):
@@ -1053,7 +1082,7 @@ FILES = {"generation_config.json": None,                        # each with its 
 def find_model(wanted=None):
     """The folder of a model: Qwen3-0.6B's by default, or wanted, a folder's name or OWNER/NAME on the Hub.
 
-    ValueError: the Hub does not give it, or not as it should be.
+    Raises ValueError if it can't be downloaded, or if what comes is not right.
     """
     folder = Path(__file__).resolve().parent / "Qwen3-0.6B"
     for place in (folder, Path("Qwen3-0.6B")) if wanted is None else ():
@@ -1065,17 +1094,18 @@ def find_model(wanted=None):
         return download(wanted, folder)
     except Exception as error:
         if wanted is None and (folder / "model.safetensors").exists():
-            return folder                                       # another program that downloads was quicker
+            return folder                                       # another process has finished the download
         raise ValueError(f"{wanted or REPO} was not found or downloaded, run again: {error}") from None
 
 
 def download(wanted, folder):
     """Get OWNER/NAME into the Hub's cache; or by default Qwen3-0.6B into folder, where files appear when all
-    are complete and right. Returns where a model is: that cache if a copy is there, without a Hub tests/."""
+    are complete and right. Returns the folder to use: the Hub's cache if it has a copy, tests/tiny-qwen3 if
+    the Hub can't be reached."""
     from huggingface_hub import HfApi, hf_hub_download, snapshot_download, try_to_load_from_cache   # slow
     if wanted:
         files = [*FILES, "tokenizer_config.json", "chat_template.jinja", "model*.safetensors*"]
-        try:                                                    # alone, it would wait for a silent Hub
+        try:                                                    # snapshot_download alone can wait very long
             HfApi().model_info(wanted, timeout=4, token=False)
         except Exception:
             with contextlib.suppress(Exception):                # an earlier copy serves without a network
@@ -1086,7 +1116,7 @@ def download(wanted, folder):
     cached = [try_to_load_from_cache(REPO, name, revision=REVISION) for name in FILES]
     if all(isinstance(path, str) for path in cached):
         return Path(cached[0]).parent
-    try:                                                        # hf_hub_download would try for 23 seconds
+    try:                                                        # hf_hub_download alone would try for 23 s
         HfApi().model_info(REPO, revision=REVISION, timeout=4, token=False)
     except Exception as error:                                  # offline, no such host, a proxy refuses, ...
         print(f"Qwen3-0.6B is not here and the Hugging Face Hub can't be reached ({type(error).__name__}: "
@@ -1100,17 +1130,17 @@ def download(wanted, folder):
         if sha256 and hashlib.sha256(path.read_bytes()).hexdigest() != sha256:
             path.resolve().unlink()                             # the file itself: path may be a link to it
             raise ValueError(f"{name} came with a wrong SHA-256, and is thrown away")
-    for name in FILES:                                          # the weights last: find_model looks for them
+    for name in FILES:                                          # in order: find_model looks for the last one
         (path.parent / name).resolve().replace(folder / name)
     shutil.rmtree(incoming, ignore_errors=True)
     return folder
 
 
 def one_line(text):
-    """A text or an error as one line of at most 300 characters, in which nothing can steer a terminal."""
+    """A text or an error as one line of at most 300 characters, without control characters."""
     words = " ".join(str(text).split()) or type(text).__name__
     line = "".join(c if c.isprintable() else repr(c)[1:-1] for c in words)
-    return line if len(line) <= 300 else f"{line[:147]}...{line[-150:]}"    # a reason tends to be at the end
+    return line if len(line) <= 300 else f"{line[:147]}...{line[-150:]}"    # the end often has the reason
 
 
 def parse_arguments():
@@ -1133,7 +1163,7 @@ def parse_arguments():
     mode("--explain", action="store_true", help="show what happens to the prompt in each of the nine steps")
     mode("--trace", action="store_true", help="show each call of the functions in one decode step")
     args, others = parser.parse_known_args()
-    if len(others) == 1 and args.prompt is None and others[0][:2] != "--":      # "-5": no option begins so
+    if len(others) == 1 and args.prompt is None and others[0][:2] != "--":      # "-5" can't be an option
         args.prompt, others = others[0], []
     in_range = 0 <= args.temperature < math.inf and 0 < args.top_p <= 1 and 0 <= args.seed < 2**64
     if others:
@@ -1159,6 +1189,7 @@ def complete(folder, prompt, max_tokens, temperature, top_p):
         shown = ""
         times.append(time.perf_counter())
     times += [time.perf_counter()] * (len(times) == 1)          # an end token came first
+    # stream may end with one more piece than tokens
     n, prefilled, decoded = min(len(times) - 2, max_tokens - 1), times[1] - times[0], times[-1] - times[1]
     print(f"{shown}\nTime:   {prefilled + decoded:.2f}s  "
           f"(prefill {len(ids)} tokens: {len(ids) / prefilled:.0f} tokens/s, "
@@ -1166,18 +1197,18 @@ def complete(folder, prompt, max_tokens, temperature, top_p):
 
 
 def main():
-    """Run the program; whatever goes wrong comes out as an exception, which the last lines make one line."""
+    """Run the program. Errors are exceptions, which are printed in one line at the end of the file."""
     args = parse_arguments()
     refuse(None in (sys.stdin, sys.stdout, sys.stderr), "stdin, stdout or stderr is closed")
     with contextlib.suppress(AttributeError):                   # a notebook's have no reconfigure
-        sys.stdout.reconfigure(errors="replace")                # for a terminal that has no Japanese, say
-        sys.stdin.reconfigure(encoding="utf-8", errors="surrogateescape")       # a bad line ends no chat
+        sys.stdout.reconfigure(errors="replace")                # for letters that a terminal does not have
+        sys.stdin.reconfigure(encoding="utf-8", errors="surrogateescape")       # chat refuses bad lines
     prompt = "The capital of France is" if args.prompt is None else args.prompt
     if prompt == "-":                                           # all of stdin, but for one newline at its end
         prompt = re.sub("\r?\n\\Z", "", sys.stdin.buffer.read().decode())
     f"{prompt}{args.system}".encode()                           # fails for an argument that is not UTF-8
     if "np" in globals():
-        np.seterr(all="ignore")                                 # this program says itself what is not finite
+        np.seterr(all="ignore")                                 # check_finite reports what is not finite
     use_kernels(args.kernels or kernels)
     load_model(folder := find_model(args.model), quantize=args.quantize)
     mx.random.seed(args.seed)
@@ -1196,13 +1227,13 @@ if __name__ == "__main__":
     status = 0
     try:
         main()
-    except BaseException as error:                              # a panic in tokenizers' Rust is no Exception
+    except BaseException as error:                              # a Rust panic is not an Exception
         status = {SystemExit: getattr(error, "code", 1), KeyboardInterrupt: 130}.get(type(error), 1)
-        if not isinstance(error, (SystemExit, KeyboardInterrupt, BrokenPipeError)):     # the last: | head -1
+        if not isinstance(error, (SystemExit, KeyboardInterrupt, BrokenPipeError)):     # | head closes a pipe
             print(f"llm_inference.py: {one_line(error)}", file=sys.stderr, flush=True)
     try:
         sys.stdout.flush()
-    except (AttributeError, OSError):                           # or Python would report it once more
+    except (AttributeError, OSError):                           # Python would report this again as it ends
         with contextlib.suppress(AttributeError, OSError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     if status:

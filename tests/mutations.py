@@ -70,17 +70,17 @@ MUTATIONS = {
         "attend", "mx.where(future, -mx.inf, scores)", "mx.where(future, -mx.inf, 30 * mx.tanh(scores / 30))"),
     "weights that do not add up to 1": ("attend", "mx.softmax(mx.where(future, -mx.inf, scores), axis=-1)",
                                         "mx.exp(mx.where(future, -mx.inf, scores))"),
-    "QK-norm left out": ("attention", 'if f"{p}.q_norm.weight" in W', "if False"),
+    "QK-norm left out": ("attention", 'if f"{name}.q_norm.weight" in W', "if False"),
     "QK-norm after RoPE": (
-        "attention", 'q = rms_norm(q, W[f"{p}.q_norm.weight"])', "q_w = W[f'{p}.q_norm.weight']",
-        'k = rms_norm(k, W[f"{p}.k_norm.weight"])', "k_w = W[f'{p}.k_norm.weight']",
+        "attention", 'q = rms_norm(q, W[f"{name}.q_norm.weight"])', "q_w = W[f'{name}.q_norm.weight']",
+        'k = rms_norm(k, W[f"{name}.k_norm.weight"])', "k_w = W[f'{name}.k_norm.weight']",
         "    q, k = apply_rope(q, k, positions)\n",
         "    q, k = apply_rope(q, k, positions)\n"
-        "    if f'{p}.q_norm.weight' in W:\n        q, k = rms_norm(q, q_w), rms_norm(k, k_w)\n"),
+        "    if f'{name}.q_norm.weight' in W:\n        q, k = rms_norm(q, q_w), rms_norm(k, k_w)\n"),
     "QK-norm over all heads at once": (
         "attention", "q = rms_norm(q, W", "q = q * mx.rsqrt(mx.mean(q * q, axis=(0, 2), keepdims=True) + EPS) * (W"),
     "keys' norm weight used for the queries": (
-        "attention", 'rms_norm(q, W[f"{p}.q_norm', 'rms_norm(q, W[f"{p}.k_norm'),
+        "attention", 'rms_norm(q, W[f"{name}.q_norm', 'rms_norm(q, W[f"{name}.k_norm'),
     "keys and values swapped": ("attention", "attend(q, k, v)", "attend(q, v, k)"),
     "norm without its weight": ("rms_norm", ".astype(x.dtype) * w", ".astype(x.dtype)"),
     "norm that subtracts the mean (LayerNorm)": (
@@ -95,8 +95,8 @@ MUTATIONS = {
     "residual around attention left out": ("transformer_block", "x = x + attention", "x = attention"),
     "residual around the feed-forward layer left out": ("transformer_block", "return x + ffn", "return ffn"),
     "norm after attention instead of before": (
-        "transformer_block", 'attention(rms_norm(x, W[f"{p}.input_layernorm.weight"]), layer_idx, cache, positions)',
-        'rms_norm(attention(x, layer_idx, cache, positions), W[f"{p}.input_layernorm.weight"])'),
+        "transformer_block", 'attention(rms_norm(x, W[f"{name}.input_layernorm.weight"]), layer_idx, cache, positions)',
+        'rms_norm(attention(x, layer_idx, cache, positions), W[f"{name}.input_layernorm.weight"])'),
     "the second norm's weight used for the first": (
         "transformer_block", ".input_layernorm", ".post_attention_layernorm"),
     "final norm left out": ("forward", 'rms_norm(x[-1:] if last_only else x, W["model.norm.weight"])',
@@ -111,9 +111,9 @@ MUTATIONS = {
         "extend_cache", "mx.concatenate([old_k, k], axis=1)", "mx.concatenate([k, old_k], axis=1)"),
     "cache shared between the layers": ("extend_cache", "old_k, old_v = cache[layer_idx]", "old_k, old_v = cache[0]"),
     "decode passes the wrong position": ("next_tokens", "cache, pos)", "cache, pos + 1)"),
-    "decode never goes on to the next position": ("next_tokens", "pos += 1", "pass"),
+    "decode never goes on to the next position": ("next_tokens", "pos + 1 ", "pos "),
     "prefill's second piece at position 0": ("prefill", "start_pos + i", "start_pos"),
-    "only the first end token ends the text": ("next_tokens", "not in EOS_IDS", "!= min(EOS_IDS)"),
+    "only the first end token ends the text": ("next_tokens", "in EOS_IDS", "== min(EOS_IDS)"),
     "top-p keeps one token too few": ("nucleus", "likelier < top_p", "likelier + probs < top_p"),
     "top-p keeps one token too many": ("nucleus", "likelier < top_p", "likelier - mx.pad(probs[:-1], (1, 0)) < top_p"),
     "top-p cuts before sorting": ("nucleus", "probs = probs[order]", "pass"),

@@ -131,9 +131,22 @@ def test_a_product_of_few_or_many_rows_is_the_product(monkeypatch, rows, columns
 
 @pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan")])
 def test_logits_that_are_not_finite_are_refused(tiny, monkeypatch, value):
-    monkeypatch.setattr(llm, "forward", lambda *a, **k: mx.array([[0.0, value]]))
-    with pytest.raises(ValueError, match="not finite"):
-        llm.prefill([1], fresh())
+    """In the first pass or a later one, with the likeliest token or one that is drawn."""
+    for kind in KINDS:
+        for temperature in (0.0, 0.8):
+            for bad in (1, 3):
+                passes = iter(range(1, 9))
+                monkeypatch.setattr(llm, "forward", lambda *a, **k: mx.array(
+                    [[0.0, value if next(passes) == bad else 1.0, 1.0, 0.5]]))
+                llm.use_kernels(kind)
+                seen = []
+                with pytest.raises(ValueError, match="not finite"):
+                    seen.extend(llm.stream([1], fresh(), 0, 5, temperature))
+                monkeypatch.undo()
+                with pytest.raises(ValueError, match="not finite"):
+                    monkeypatch.setattr(llm, "prefill", lambda *a: mx.array([[0.0, value]]))
+                    llm.trace("The")
+                monkeypatch.undo()
 
 
 def test_a_space_that_begins_the_new_text_is_kept(monkeypatch):
