@@ -766,7 +766,7 @@ def show_costs(seen, n, speed):
          [f"{step:19} {shapes_of(args[:2]):29} {shapes_of(result):28} {a / adds:8.2%} {b / read:8.2%}"
           for step, (a, b) in costs.items() for args, result in seen[step[2:]][-1:]])
     stored = {id(w): w for w in W.values()}.values()            # tied: one array under two names
-    show("What the next token costs", "Look at the last line: all bytes are read, so memory sets the pace.", "", [
+    show("What the next token costs", "Look at the last line: all is read, so memory sets the pace.", "", [
         f"{sum(w.size for w in stored):,} parameters, {sum(w.nbytes for w in stored):,} bytes of weights",
         f"{kv_bytes:,} bytes of KV cache; {kv_bytes * N_HEADS // N_KV:,} if each query head had its own",
         f"{adds - cache_adds:,} multiply-adds with weights, {cache_adds:,} with the cache",
