@@ -2,6 +2,9 @@
 
     python llm_inference.py "The capital of France is"
 
+A language model scores every piece of text that it knows, every token, as the one that comes next. One is
+chosen and added to the text, and the whole is done again.
+
     text --> token ids --> x: one vector per token --> 28 blocks --> x --> last norm, output matrix --> logits
          Step 1        Step 2                          Step 7              Step 8                         |
                          ^                                                                                v
@@ -18,12 +21,12 @@
 First comes the model, in nine steps, each formula as it is written on paper. Then follow faster versions of
 the same functions, text that appears while it is made, a chat, two ways to look inside, how the model's files
 are loaded and which are refused, and the command line. Python looks a function up when it is called, so a
-step may use a function that stands further below; and use_kernels can replace functions of the steps by
-faster ones. (--kernels explicit computes with those that you read first.)
+step may use one that stands further below. By default use_kernels replaces some functions of the steps by
+faster ones; --kernels explicit computes with those that you read first.
 
-Shapes are written (rows, columns), and (16, n, 128) is 16 such matrices; n is the number of new tokens. The
-numbers in comments are Qwen3-0.6B's. Arrays are MLX's, which is lazy: an expression only notes what is to be
-computed, and the work is done when a value is asked for.
+Shapes are written (rows, columns), and (16, n, 128) is 16 such matrices; n is the number of tokens in a pass:
+first all of the prompt, then one at a time. The numbers in comments are Qwen3-0.6B's. Arrays are MLX's, which
+is lazy: an expression only notes what is to be computed, and the work is done when a value is asked for.
 """
 import argparse
 import codecs
@@ -65,7 +68,8 @@ EPS = 1e-6                      # keeps RMSNorm (Step 3) from dividing by zero
 THETA = 1000000                 # the base of RoPE's angles (Step 4)
 
 # W holds model.embed_tokens.weight (151936, 1024), model.norm.weight (1024,), lm_head.weight (151936, 1024),
-# which in Qwen3-0.6B is the embedding again, and for each block, "model.layers.0." to "model.layers.27.":
+# which in Qwen3-0.6B is the embedding again, and for each block, "model.layers.0." to "model.layers.27.", the
+# tensors below. Matrices are stored as (out, in); 2048 is 16 heads x 128, and k and v have 8 x 128 = 1024.
 #     input_layernorm.weight   (1024,)         post_attention_layernorm.weight (1024,)       Step 3
 #     self_attn.q_proj.weight  (2048, 1024)    self_attn.q_norm.weight         (128,)        Step 5
 #     self_attn.k_proj.weight  (1024, 1024)    self_attn.k_norm.weight         (128,)
@@ -78,10 +82,10 @@ THETA = 1000000                 # the base of RoPE's angles (Step 4)
 def encode(prompt):
     """A text's token ids: "The| capital| of| France| is" becomes [785, 6722, 315, 9625, 374].
 
-    A model computes with numbers, so text is cut into pieces that have one. Byte pair encoding starts with
-    the text's bytes, and joins neighbours to longer pieces in a fixed order: in training, the most frequent
-    pair was always joined next. So a frequent word is one token, often with the space before it, and a rare
-    word, or a rare character, is several.
+    A model computes with numbers, so text is cut into pieces, tokens, each of which has one. Byte pair
+    encoding starts with a word's bytes, and joins neighbours to longer pieces in a fixed order: when the
+    tokenizer was made, the most frequent pair was always joined next. So a frequent word is one token, often
+    with the space before it, and a rare word, or a rare character, is several.
     """
     return tok.encode(prompt).ids
 
@@ -100,7 +104,7 @@ def embed(token_ids):
 def rms_norm(x, w):
     """x / sqrt(mean(x^2) + EPS) * w, over the last axis: x (..., d), w (d,). Zhang and Sennrich 2019.
 
-    Each of the 28 blocks adds to x, so its numbers grow from block to block. What a block reads is therefore
+    Each of the 28 blocks adds to x, so x's numbers grow from block to block. What a block reads is therefore
     a normed copy, which has the same scale in all of them; w, learned, says how much each dimension counts.
     """
     x32 = x.astype(mx.float32)                                  # squares in 16 bits would lose digits
@@ -111,21 +115,23 @@ def rms_norm(x, w):
 # ==== Step 4: RoPE puts a token's position into its queries and keys ========================================
 # In attention (Step 5), the only step in which tokens exchange anything, three kinds of vectors are computed
 # from each token's x. A query is what the token looks for, a key is what it can be found by, and a value is
-# what it hands over. The larger the dot product of its query with another token's key, the more it takes of
-# that token's value. One vector could not be all three: what a token looks for is not what it has to offer.
-# A token has 16 queries of 128 numbers, so it looks for 16 things at once: each is called a head.
+# what it hands over. The larger the dot product of its query with a token's key, the more it takes of that
+# token's value. One vector could not be all three: what a token looks for is not what it has to offer. A
+# token has 16 queries of 128 numbers, so it looks for 16 things at once, each with a head of its own. Two
+# heads share a key and a value (Step 5), so of those it has 8.
 #
-# A dot product does not depend on where the two tokens stand in the text, but it should: "dog bites man" is
-# not "man bites dog". So RoPE turns queries and keys by angles that grow with the position.
+# A dot product does not show which of two tokens comes first, nor how far apart they are, but it should: "dog
+# bites man" is not "man bites dog". So RoPE turns queries and keys, two dimensions at a time, by angles that
+# grow with the position.
 def apply_rope(q, k, positions):
     """Turn every query and key by its position's angles. Su et al. 2021, "RoFormer".
 
-    q (16, n, 128), k (8, n, 128), positions n integers; the same shapes come back. Dimensions i and i + 64 of
-    a vector are taken as a point (x1, x2) in a plane. For the token at position p it is turned about the
-    origin by the angle p * THETA^(-i/64), in radians. Pair i = 0 turns by 1 radian per token, so it is back
-    where it began after 6 tokens and can only tell near neighbours apart; pair 32 turns by 0.001, and serves
-    for distant ones. If a query turns by a and a key by b, their dot product is the same as if the query
-    alone had turned by a - b: it depends on how far apart the tokens are, not on their places in the text.
+    q (16, n, 128), k (8, n, 128), positions n integers; the same shapes come back. Dimensions i and i + 64
+    (i < 64) of a vector are taken as a point (x1, x2) in a plane. For the token at position p it is turned
+    about the origin by the angle p * THETA^(-i/64), in radians. Pair i = 0 turns by 1 radian per token, so it
+    is back where it began after 6 tokens and can only tell near neighbours apart; pair 32 turns by 0.001, and
+    serves for distant ones. Turning two points by the same angle leaves their dot product as it is. So if a
+    query turns by a and a key by b, only a - b counts: how far apart the two tokens are.
     """
     half = D_HEAD // 2
     freqs = THETA ** (-mx.arange(half, dtype=mx.float32) / half)                # (64,) radians per token
@@ -141,18 +147,20 @@ def apply_rope(q, k, positions):
 
 
 # ==== Step 5: attention with grouped query heads and a KV cache =============================================
+# attention, the last function of this step, makes queries, keys and values, and uses the three before it.
 def linear(x, name):
-    """x @ w.T for the weight w of that name: (n, in) -> (n, out). Checkpoints store w as (out, in)."""
+    """x @ w.T for the weight w of that name: (n, in) -> (n, out). Model files store w as (out, in)."""
     return x @ W[name].T
 
 
 def extend_cache(cache, layer_idx, k, v):
     """Add the keys and values of n new tokens, (8, n, 128); return those of all tokens, (8, total, 128).
 
-    cache is a list with an entry for each layer: None, or (keys, values). No token sees what comes after it
-    (see attend), so its key and value never change, and later tokens need them: they are kept, keys as RoPE
-    has turned them. That is 28 layers x 2 (key and value) x 8 heads x 128 = 57,344 numbers per token. Without
-    the cache each new token would need a pass over the whole text. A query is used once, and not kept.
+    cache is a list with an entry for each layer: None, or (keys, values). A token's x is made from itself and
+    earlier tokens only, since attend hides the later ones. So its key and value never change, and neither
+    does its position; but all later tokens need them. They are kept: 28 layers x 2 (key and value) x 8 heads
+    x 128 = 57,344 numbers per token. Without this cache each new token would need a pass over the whole text.
+    A query is used once, by its own token, and not kept.
     """
     if cache[layer_idx] is not None:
         old_k, old_v = cache[layer_idx]
@@ -166,9 +174,10 @@ def attend(q, k, v):
 
     q (16, n, 128): queries of the n new tokens; k and v (8, total, 128): of all tokens, the new ones last.
 
-    Softmax turns a row of scores s into shares e^s / (sum of all e^s): from 0 to 1, together 1. So what comes
-    out for a token is a weighted mean of values. A sum of 128 products is some sqrt(128) times as large as
-    one of them. Undivided, scores would lie so far apart that the largest took nearly the whole share.
+    A row of q k^T / sqrt(128) holds a token's scores s. Softmax turns it into shares e^s / (sum of all e^s):
+    none negative, the largest for the largest score, together 1. So what comes out is a weighted mean of
+    values. Why sqrt(128)? In a dot product 128 terms of either sign partly cancel, so it is some sqrt(128)
+    times as large as one of them. Undivided, the largest score would take nearly everything.
 
     Query heads 0 and 1 share key/value head 0, heads 2 and 3 share head 1, and so on: this takes half the
     cache that 16 key/value heads would, for nearly the same quality. The rows of two query heads are stacked
@@ -191,22 +200,24 @@ def attend(q, k, v):
     scores = (q @ k.transpose(0, 2, 1)).astype(mx.float32) / math.sqrt(D_HEAD)  # (8, 2n, total)
     future = mx.arange(total) > mx.arange(total - n, total)[:, None]            # (n, total), as drawn above
     future = mx.tile(future, (N_HEADS // N_KV, 1))                              # (2n, total): two heads' rows
-    weights = mx.softmax(mx.where(future, -mx.inf, scores), axis=-1)            # (8, 2n, total)
-    return (weights.astype(v.dtype) @ v).reshape(N_HEADS, n, -1)                # (16, n, 128)
+    shares = mx.softmax(mx.where(future, -mx.inf, scores), axis=-1)             # (8, 2n, total)
+    return (shares.astype(v.dtype) @ v).reshape(N_HEADS, n, -1)                 # (8, 2n, 128) -> (16, n, 128)
 
 
 def attention(x, layer_idx, cache, positions):
     """Each of n new tokens gathers from all tokens up to itself: x (n, 1024) -> (n, 1024).
 
-    positions: the n places in the text. cache[layer_idx] holds keys and values of all tokens before;
-    afterwards those of the new ones too. The last matrix, o_proj, mixes what the 16 heads have found.
+    positions: the n places in the text. cache[layer_idx] holds the keys and values of all earlier tokens; the
+    new ones' are added. The last matrix, o_proj, mixes what the 16 heads have found.
     """
-    name = f"model.layers.{layer_idx}.self_attn"                # (n, 2048) -> (n, 16, 128) -> (16, n, 128):
+    name = f"model.layers.{layer_idx}.self_attn"
+    # (n, 2048) -> (n, 16, 128) -> (16, n, 128)
     q = linear(x, f"{name}.q_proj.weight").reshape(-1, N_HEADS, D_HEAD).transpose(1, 0, 2)
     k = linear(x, f"{name}.k_proj.weight").reshape(-1, N_KV, D_HEAD).transpose(1, 0, 2)     # (8, n, 128)
     v = linear(x, f"{name}.v_proj.weight").reshape(-1, N_KV, D_HEAD).transpose(1, 0, 2)     # (8, n, 128)
-    if f"{name}.q_norm.weight" in W:                            # so Qwen3's scores stay small; Llamas,
-        q = rms_norm(q, W[f"{name}.q_norm.weight"])             # which this file runs as well, do without
+    # Vectors of a fixed size keep the scores small. Llamas, which this file runs as well, do without.
+    if f"{name}.q_norm.weight" in W:
+        q = rms_norm(q, W[f"{name}.q_norm.weight"])
         k = rms_norm(k, W[f"{name}.k_norm.weight"])
     q, k = apply_rope(q, k, positions)
     k, v = extend_cache(cache, layer_idx, k, v)                 # (8, total, 128) each
@@ -217,9 +228,10 @@ def attention(x, layer_idx, cache, positions):
 
 # ==== Step 6: the SwiGLU feed-forward network ===============================================================
 def silu(gate):
-    """gate * sigmoid(gate), where sigmoid(a) = 1 / (1 + e^-a) lies between 0 and 1; of any shape.
+    """gate * sigmoid(gate) for each number by itself; sigmoid(a) = 1 / (1 + e^-a) lies between 0 and 1.
 
-    Far below 0 the result is nearly 0, far above 0 nearly gate. Another name is swish, as in SwiGLU.
+    Far below 0 the result is nearly 0, far above 0 nearly gate. Another name is swish; a SwiGLU is a
+    swish-gated linear unit.
     """
     gate32 = gate.astype(mx.float32)
     return (gate32 * mx.sigmoid(gate32)).astype(gate.dtype)
@@ -229,9 +241,9 @@ def ffn(x, layer_idx):
     """down(silu(gate(x)) * up(x)), for every token by itself: (n, 1024) -> (n, 1024). Shazeer 2020.
 
     gate, up and down are products with matrices, nearly half of all weights. up computes 3072 features of a
-    token, the gate decides how much each of them counts here, and down turns those that do into what is added
-    to x. A product of two things that depend on x can say "if"; matrices alone, one after another, can't do
-    more than a single one.
+    token, the gate decides how much each of them counts here, and down turns them into what is added to x.
+    Matrices alone, one after another, are only one matrix again. A product of two things that depend on x can
+    say "if".
     """
     name = f"model.layers.{layer_idx}.mlp"
     gate = linear(x, f"{name}.gate_proj.weight")                # (n, 3072)
@@ -254,14 +266,14 @@ def transformer_block(x, layer_idx, cache, positions):
 def forward(token_ids, cache, start_pos, last_only=False):
     """For each of n new tokens, score how well every token of the vocabulary would follow it: (n, 151936).
 
-    Such a score, any number, is called a logit. token_ids: the n tokens; start_pos: how many tokens the cache
-    holds already. last_only: only the last row, (1, 151936), which is all that the next token is chosen from.
+    Such a score, which may be any number, is called a logit. token_ids: the n tokens; start_pos: how many the
+    cache holds already. last_only: only the last row, (1, 151936), from which the next token is chosen.
     """
     positions = mx.arange(start_pos, start_pos + len(token_ids))
     x = embed(token_ids)                                        # (n, 1024)
     for layer_idx in range(N_LAYERS):
         x = transformer_block(x, layer_idx, cache, positions)
-    x = rms_norm(x[-1:] if last_only else x, W["model.norm.weight"])
+    x = rms_norm(x[-1:] if last_only else x, W["model.norm.weight"])            # x has grown in every block
     return linear(x, "lm_head.weight")                          # x's dot product with a row for each token
 
 
@@ -274,8 +286,8 @@ def nucleus(logits, temperature, top_p):
     that one would be drawn now and then, and spoil all that follows.
     """
     logits = logits.astype(mx.float32)
-    temperature, top_p = max(temperature, 1e-30), max(top_p, 1e-30)     # float32 can't hold much smaller ones
-    probs = mx.softmax((logits - mx.max(logits)) / temperature)     # minus the largest: none can overflow
+    temperature, top_p = max(temperature, 1e-30), max(top_p, 1e-30)     # so that float32 does not make them 0
+    probs = mx.softmax((logits - mx.max(logits)) / temperature)     # minus the largest: e^logit stays finite
     order = mx.argsort(-probs)
     probs = probs[order]
     if top_p < 1:
@@ -287,7 +299,8 @@ def nucleus(logits, temperature, top_p):
 def sample(logits, temperature=0.0, top_p=0.95):
     """Choose a token id: logits (151936,) -> a 0-d array; its item() is the integer.
 
-    Temperature 0 takes the likeliest token ("greedy"); otherwise one of the nucleus is drawn, in proportion.
+    Temperature 0 takes the likeliest token ("greedy"). Such texts tend to repeat themselves; above 0 one of
+    the nucleus is drawn, in proportion.
     """
     if temperature == 0:
         return mx.argmax(logits)
@@ -297,14 +310,14 @@ def sample(logits, temperature=0.0, top_p=0.95):
 
 # ==== Step 9: the generation loop, prefill and then decode ==================================================
 def prefill(ids, cache, start_pos=0):
-    """The first pass: all ids at once fill the cache, and the last token's logits come back, (1, 151936).
+    """The first pass: the ids, up to 256 at once, fill the cache; returns the last logits, (1, 151936).
 
-    Long texts go in pieces of 256 tokens, each on the cache of those before it. So attention never holds the
-    scores of all tokens with all tokens. On a terminal tqdm shows a bar if this takes over a second.
+    In pieces, since the scores of a whole long text with itself would take much memory. On a terminal tqdm
+    shows a bar if this takes over a second.
     """
     for i in tqdm(range(0, len(ids), 256), desc="prefill", delay=1, leave=False, disable=None):
         logits = forward(ids[i:i + 256], cache, start_pos + i, last_only=True)
-        mx.eval(logits)                                         # compute now, and free what is not needed on
+        mx.eval(logits)                                         # compute now, free what is not needed later
     return logits
 
 
@@ -312,8 +325,8 @@ def next_tokens(ids, cache, start_pos=0, temperature=0.0, top_p=0.95):
     """Yield the tokens that the model adds to ids, until it chooses one that ends the text.
 
     After prefill comes decode: every pass takes one token, and finds the keys and values of all others in the
-    cache. start_pos: how many tokens the cache holds before ids. With each token comes the size of the
-    largest logit: if the weights are damaged, that may be infinite or NaN, and stream (below) says so.
+    cache. start_pos: how many tokens the cache holds before ids (in a chat, earlier turns). Each token comes
+    with the largest absolute logit, for stream (below) to check that it is a finite number.
     """
     logits, pos = prefill(ids, cache, start_pos), start_pos + len(ids)          # score
     while True:
@@ -325,9 +338,10 @@ def next_tokens(ids, cache, start_pos=0, temperature=0.0, top_p=0.95):
 
 
 def generate(prompt, max_tokens=100, temperature=0.0, top_p=0.95):
-    """The prompt and its continuation by up to max_tokens tokens, as one text. ValueError as in stream.
+    """The prompt and its continuation by up to max_tokens tokens, as one text.
 
-    stream, below, turns next_tokens into text with tok.decode, the opposite of encode, while they are made.
+    stream, below, runs next_tokens, here on an empty cache, and turns the tokens into text as they are made,
+    with tok.decode, the opposite of encode. Raises ValueError as stream does.
     """
     return prompt + "".join(stream(encode(prompt), [None] * N_LAYERS, 0, max_tokens, temperature, top_p))
 
@@ -400,7 +414,7 @@ def fused_next_tokens(ids, cache, start_pos=0, temperature=0.0, top_p=0.95):
 # ---- "numpy", for a CPU: NumPy multiplies matrices with all cores and with the processor's vector
 # instructions, MLX's Linux wheel does not. And a small operation takes NumPy 1 to 2 microseconds where MLX
 # takes 20 to 40. np.asarray of an MLX array is a view of it, so W is never copied. NumPy's results have no
-# gradients, and as_logits reports it to whoever asks for some.
+# gradients. They would silently be 0: as_logits gets W only so that asking for one raises a ValueError.
 def numpy_linear(x, name):
     """linear. One row is a product with a vector, which reads the matrix once, as fast as memory allows.
 
@@ -454,7 +468,8 @@ def numpy_attend(q, k, v):
     """attend, one key/value head after another, so that one buffer holds the scores of each.
 
     The mask touches only the new tokens' columns. Scaling q and dividing the result by the sum take less work
-    than doing both with the scores, of which there are more. A single token's heads multiply vectors.
+    than doing both with the scores, of which a long text has more. With one token, a head's product is that
+    of a matrix with a vector.
     """
     n, total = q.shape[1], k.shape[1]
     q = np.asarray(q).reshape(N_KV, -1, D_HEAD) * np.float32(D_HEAD ** -0.5)
@@ -517,7 +532,7 @@ use_kernels("fused" if mx.default_device() == mx.gpu else "numpy" if "np" in glo
 # ==== Text as it appears ====================================================================================
 # A token can hold half a character: an emoji has 4 bytes, and may come as 3 tokens. Decoded too early, it is
 # U+FFFD, the sign for damaged text. So what may still become a character waits. Tokenizers like Qwen3's name
-# a token by a letter for each byte: chr(byte), or for these bytes, which have no printable one, chr(256) on.
+# a token by a letter for each byte: chr(byte), or if that is not printable, one of chr(256), chr(257), ...
 UNPRINTABLE = sorted(set(range(256)) - set(map(ord, pre_tokenizers.ByteLevel.alphabet())))
 
 
@@ -536,7 +551,7 @@ def whole_text(ids):
     """The text of some tokens, without a character at its end that later tokens may still complete."""
     data = b"".join(map(bytes_of, ids[-8:]))                    # 4 would do, but for tokens without bytes
     _, used = codecs.utf_8_decode(data, "replace", False)       # it stops before bytes that may be completed
-    inside = len(data[used:].decode(errors="replace")) == 1     # 2: bytes like ED A0, which nothing completes
+    inside = len(data[used:].decode(errors="replace")) == 1     # one U+FFFD: unfinished; two: never completed
     return tok.decode(ids).rstrip("\ufffd") if inside else tok.decode(ids)
 
 
@@ -558,12 +573,13 @@ def text_pieces(prompt_ids, new_ids):
         shown = max(shown, len(os.path.commonprefix([base, text])))
         yield text[shown:]
         shown = max(shown, len(text))
-    if rest := tok.decode(ids)[max(shown, len(os.path.commonprefix([base, tok.decode(ids)]))):]:
+    text = tok.decode(ids)
+    if rest := text[max(shown, len(os.path.commonprefix([base, text]))):]:
         yield rest
 
 
 def stream(ids, cache, start_pos=0, max_tokens=100, temperature=0.0, top_p=0.95):
-    """Yield the text of each token that the model adds to ids, which follow start_pos tokens in the cache.
+    """An iterator over the texts of the tokens that the model adds to ids, after start_pos tokens in cache.
 
     Up to max_tokens pieces, as in text_pieces, and one more if something was held back. Raises ValueError as
     check_prompt does, or if logits are not finite.
@@ -602,6 +618,7 @@ CHAT_FORMS = ("a55ee1b1660128b7098723e0abcd92caa0788061051c62d51cbe87d9cf1974d8"
 def check_chat_form(folder):
     """Say on stderr if a model's chat template is a different one. Raises ValueError if it can't chat."""
     refuse(tok.token_to_id("<|im_end|>") not in EOS_IDS, "--chat needs a model that ends turns in <|im_end|>")
+    # By U+2581 tokenizers like Llama 2's mark a space, also one that they put before a text
     refuse("\u2581" in "".join(tok.encode("a", add_special_tokens=False).tokens),
            "--chat needs a tokenizer that does not mark the beginning of a text")
     file, config = folder / "chat_template.jinja", folder / "tokenizer_config.json"
@@ -643,7 +660,8 @@ def chat(questions, system=None, think=False, max_tokens=1000, temperature=0.0, 
     opening = ids_of(f"<|im_start|>assistant\n{thought}")
     dim, plain, all_well = terminal_code(2), terminal_code(0), True             # dim: for thoughts
     start = [] if system is None else turn_ids("system", system)
-    said, kept, held = start, [None] * N_LAYERS, 0              # tokens; a cache of the first `held` of them
+    # All tokens so far, and a cache of the first `held` of them; answers are written into copies of it
+    said, kept, held = start, [None] * N_LAYERS, 0
     for question in questions:
         try:
             refuse(not question.strip() or re.fullmatch("(?s)<tool_response>.*</tool_response>", question),
@@ -681,11 +699,11 @@ WATCHED = ["embed", "rms_norm", "apply_rope", "extend_cache", "attend", "attenti
 
 
 def watch(run):
-    """Call run() and record each call of a function in WATCHED: [depth, name, arguments, result]."""
+    """Call run(); functions in WATCHED are wrapped meanwhile to record [depth, name, arguments, result]."""
     calls, functions = [], {name: globals()[name] for name in WATCHED}
 
     def watched(name, *args, **options):
-        call = [sum(len(c) == 3 for c in calls), name, args]    # as deep as there are calls without a result
+        call = [sum(len(c) == 3 for c in calls), name, args]    # as deep as calls have no 4th part, a result
         calls.append(call)
         call.append(functions[name](*args, **options))
         return call[-1]
@@ -790,7 +808,7 @@ def show_layers(ids, seen):
         said = mx.argmax(lens[layer]).item()
         rows.append(f"layer {layer:2} {strip} {head:5}  {bar(lens[layer, said].item(), 12)} {spell(said)}")
     show("Steps 5 and 7: in each layer, where the last token looks, and the answer if the model ended there",
-         "Look at the token that darkens before the answer takes shape"
+         "Look at which token is dark where the answer appears"
          + ("; idle heads look at the first token." if n <= 24 else ". Shown: the first 4 and the last 20."),
          f"{'':9}{'looks at':{width * len(columns)}} {'head':>5}  {'probability of':19} next token", rows)
 
@@ -799,7 +817,7 @@ def explain(prompt):
     """Print what happens to a prompt, step by step. Raises ValueError as check_prompt does, or if the prompt
     has over 256 tokens (prefill would cut it), or if weights are packed (show_costs can't count them)."""
     ids, cache = check_prompt(encode(prompt), 8), [None] * N_LAYERS
-    n = len(ids)
+    n, half = len(ids), D_HEAD // 2
     refuse(n > 256 or any(isinstance(w, tuple) for w in W.values()),
            f"--explain needs weights that are not packed, and up to 256 tokens: here are {n}")
     calls = watch(lambda: sample(prefill(mx.array(ids), cache)[-1]))
@@ -817,7 +835,7 @@ def explain(prompt):
          "position       id  text or bytes", [f"{i:8} {t:8}  {spell(t)}" for i, t in enumerate(ids)])
     show_costs(seen, n, speed)
 
-    turn = [180 / math.pi * THETA ** (-2 * pair / D_HEAD) for pair in (0, D_HEAD // 4, D_HEAD // 2 - 1)]
+    turn = [180 / math.pi * THETA ** (-pair / half) for pair in (0, half // 2, half - 1)]
     q, k = (mx.repeat(mx.array(x)[:1, -1:].astype(mx.float32), n + 101, axis=1)
             for x in seen["apply_rope"][-1][0][:2])
     q, k = map(mx.array, apply_rope(q, k, mx.arange(n + 101)))  # one query and one key, at every position
@@ -896,7 +914,7 @@ CONSTANTS = {                   # the constants at the top of the file, each wit
 # MLX's packed weights: integers of a few bits; a group of them in a row is scale * integer + bias
 QUANTIZED = [{"group_size": group_size, "bits": bits} | mode for group_size in (32, 64, 128)
              for bits in (2, 3, 4, 5, 6, 8) for mode in ({}, {"mode": "affine"})]
-# What these fields of config.json may say, if anything, for the checkpoint to be computed exactly
+# What these fields of config.json may say for the checkpoint to be computed exactly; []: nothing, or null
 SUPPORTED = {
     "model_type": ["qwen3", "llama"], "hidden_act": ["silu"], "attention_bias": [False], "mlp_bias": [False],
     "rope_scaling": [{}], "rope_parameters": [{}], "rope_interleaved": [False], "rope_traditional": [False],
@@ -970,7 +988,7 @@ def read_tokenizer(path, rows):
     """
     try:
         tokenizer = Tokenizer.from_file(str(path))
-        tokenizer.no_truncation()                               # all three may be set, but are for training
+        tokenizer.no_truncation()                               # what a file may set for training
         tokenizer.no_padding()
         if hasattr(tokenizer.model, "dropout"):                 # would leave out merges at random
             tokenizer.model.dropout = None
@@ -1066,7 +1084,7 @@ def check_weights(folder, config, stored, constants, tied):
         found, wanted = getattr(stored.get(name), "shape", "nothing"), shapes.get(name, "nothing")
         refuse(found != wanted, f"{folder}: {name}: the weights hold {found}, config.json asks for {wanted}")
         refuse(stored[name].dtype not in FLOATS, f"{folder}: {name}: {stored[name].dtype} is not supported")
-    # If the head is tied, a bad value reaches the logits, and prefill reports it
+    # If the head is tied, a bad value reaches the logits, and check_finite reports it
     finite = tied or mx.isfinite(stored["model.embed_tokens.weight"]).all()
     refuse(not finite, f"{folder}: model.embed_tokens.weight is not finite")
 
@@ -1206,7 +1224,7 @@ def main():
     prompt = "The capital of France is" if args.prompt is None else args.prompt
     if prompt == "-":                                           # all of stdin, but for one newline at its end
         prompt = re.sub("\r?\n\\Z", "", sys.stdin.buffer.read().decode())
-    f"{prompt}{args.system}".encode()                           # fails for an argument that is not UTF-8
+    f"{prompt}{args.system}".encode()                           # an error if an argument is not UTF-8
     if "np" in globals():
         np.seterr(all="ignore")                                 # check_finite reports what is not finite
     use_kernels(args.kernels or kernels)
