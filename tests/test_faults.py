@@ -37,16 +37,16 @@ def logits():
 
 
 @pytest.fixture
-def folder(folder_of, tmp_path):
+def folder(load, folder_of, tmp_path):
     """A copy of the checkpoint "tied", to be damaged; "as_many_kv_heads", another one, is loaded."""
-    llm.load_model(folder_of("as_many_kv_heads"))
+    load("as_many_kv_heads")
     return Path(shutil.copytree(folder_of("tied"), tmp_path / "checkpoint"))
 
 
 @pytest.fixture
-def shards(folder_of, tmp_path):
+def shards(load, folder_of, tmp_path):
     """A copy of the checkpoint "sharded", in three files; another one is loaded."""
-    llm.load_model(folder_of("as_many_kv_heads"))
+    load("as_many_kv_heads")
     return Path(shutil.copytree(folder_of("sharded"), tmp_path / "shards"))
 
 
