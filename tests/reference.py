@@ -37,8 +37,7 @@ def multiply_adds_per_token(config):
     The embedding is not among them, since a row is looked up, but the head is, even where a tied model has
     one matrix for both. Attention's own sums, which grow with the text, are left out.
     """
-    heads, kv_heads, head_dim = head_sizes(config)
-    d = config["hidden_size"]
+    (heads, kv_heads, head_dim), d = head_sizes(config), config["hidden_size"]
     attention = 2 * (heads * head_dim * d) + 2 * (kv_heads * head_dim * d)      # q and o, k and v
     feed_forward = 3 * (config["intermediate_size"] * d)                        # gate, up, down
     return config["num_hidden_layers"] * (attention + feed_forward) + config["vocab_size"] * d
