@@ -451,23 +451,24 @@ def test_trace_from_the_command_line(shown):
     assert "      attend: (4, 1, 64) (2, 6, 64) (2, 6, 64) -> (4, 1, 64) float32" in out
 
 
-@pytest.mark.parametrize("no_color", [None, "1"])
-def test_titles_are_bold_on_a_terminal_unless_no_color_is_set(no_color):
+def test_titles_are_bold_on_a_terminal_unless_no_color_is_set():
+    """Both run at the same time."""
     pty = pytest.importorskip("pty")
-    environment = {k: v for k, v in os.environ.items() if k != "NO_COLOR"} | {"PYTHONIOENCODING": "utf-8"}
-    if no_color is not None:
-        environment["NO_COLOR"] = no_color
-    master, slave = pty.openpty()
-    child = subprocess.Popen([sys.executable, ROOT / "llm_inference.py", "--model", ROOT / "tests/tiny-qwen3",
-                              "--explain", PROMPT], stdout=slave, stderr=slave, env=environment)
-    os.close(slave)
-    out = b""
-    try:
-        while block := os.read(master, 65536):
-            out += block
-    except OSError:                                     # how Linux says that the other end is closed
-        pass
-    os.close(master)
-    assert child.wait(timeout=60) == 0 and "####" in out.decode()
-    assert out.count(b"\x1b[1m") == (0 if no_color else out.count(b"\x1b[0m"))
-    assert (b"\x1b[1mStep 1" in out) == (not no_color)
+    plain = {k: v for k, v in os.environ.items() if k != "NO_COLOR"} | {"PYTHONIOENCODING": "utf-8"}
+    command = [sys.executable, ROOT / "llm_inference.py", "--model", ROOT / "tests/tiny-qwen3", "--explain", PROMPT]
+    running = []
+    for environment in (plain, plain | {"NO_COLOR": "1"}):
+        master, slave = pty.openpty()
+        running.append((master, subprocess.Popen(command, stdout=slave, stderr=slave, env=environment)))
+        os.close(slave)
+    for (master, child), no_color in zip(running, (False, True), strict=True):
+        out = b""
+        try:
+            while block := os.read(master, 65536):
+                out += block
+        except OSError:                                 # how Linux says that the other end is closed
+            pass
+        os.close(master)
+        assert child.wait(timeout=60) == 0 and "####" in out.decode()
+        assert out.count(b"\x1b[1m") == (0 if no_color else out.count(b"\x1b[0m"))
+        assert (b"\x1b[1mStep 1" in out) == (not no_color)
