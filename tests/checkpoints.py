@@ -93,3 +93,24 @@ def make_checkpoint(folder, name="tied", **overrides):
         weight_map |= dict.fromkeys(part, file)
     (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
     return folder
+
+
+LOADED = {}                     # (folder, type): weights, constants and the tokenizer's text, as load_model made them
+
+
+def load(folder, dtype=mx.float32):
+    """load_model for a folder that nobody changes: its files are read for the first caller only.
+
+    All others get the same weights and constants back, whatever was put in their places meanwhile.
+    """
+    import llm_inference as llm                         # make_golden.py does without it
+    if (folder, dtype) not in LOADED:
+        llm.load_model(folder, dtype)
+        constants = {name: getattr(llm, name) for name in [*llm.CONSTANTS, "EOS_IDS", "tok"]}
+        LOADED[folder, dtype] = dict(llm.W), constants | {"EOS_IDS": set(llm.EOS_IDS)}, llm.tok.to_str()
+    weights, constants, _ = LOADED[folder, dtype]
+    llm.W.clear()
+    llm.W.update(weights)
+    vars(llm).update(constants, EOS_IDS=set(constants["EOS_IDS"]))
+    llm.tok.encode_special_tokens = False               # which a chat changes
+    llm.use_kernels(llm.kernels)

@@ -13,6 +13,7 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")      # matrices are small her
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parent), str(HERE)]
 
+import checkpoints                                      # noqa: E402
 import llm_inference as llm                             # noqa: E402
 import numpy as np                                      # noqa: E402
 from checkpoints import CHECKPOINTS, make_checkpoint    # noqa: E402
@@ -31,18 +32,34 @@ def folder_of(tmp_path_factory):
     return get
 
 
+@pytest.fixture(scope="session")
+def load(folder_of):
+    """A function that loads a checkpoint by its name, in float32 or another type, and returns its folder.
+
+    Its files are read once. Tests of loading call load_model themselves.
+    """
+    def put(name, dtype=llm.mx.float32):
+        checkpoints.load(folder_of(name), dtype)
+        return folder_of(name)
+
+    yield put
+    for (folder, dtype), (weights, _, tokenizer) in checkpoints.LOADED.items():     # no test has changed them
+        llm.load_model(folder, dtype)
+        assert weights.keys() == llm.W.keys() and tokenizer == llm.tok.to_str(), folder
+        assert all(llm.mx.array_equal(weights[name], llm.W[name]) for name in weights), folder
+
+
 @pytest.fixture(params=[*CHECKPOINTS, "tiny-qwen3"])
-def name(request, folder_of):
+def name(request, load):
     """Every checkpoint in turn, loaded in float32."""
-    llm.load_model(folder_of(request.param), llm.mx.float32)
+    load(request.param)
     return request.param
 
 
 @pytest.fixture
-def tiny(folder_of):
+def tiny(load):
     """tests/tiny-qwen3, loaded in float32; its folder."""
-    llm.load_model(folder_of("tiny-qwen3"), llm.mx.float32)
-    return folder_of("tiny-qwen3")
+    return load("tiny-qwen3")
 
 
 @functools.cache

@@ -45,6 +45,11 @@ class Hub(ThreadingHTTPServer):
         TCPServer.server_bind(self)
         self.server_name, self.server_port = self.server_address
 
+    def begin(self, files):
+        """Hold these files, and let nothing go wrong; what was asked before is forgotten."""
+        self.files, self.asked, self.cut, self.stall = dict(files), [], {}, {}
+        self.status, self.garbage, self.silent, self.sizes = 200, False, False, True
+
     @property
     def url(self):
         return f"http://127.0.0.1:{self.server_port}"
@@ -68,7 +73,7 @@ class Answer(BaseHTTPRequestHandler):
         name = path.removeprefix(resolve).removeprefix(storage)
         hub.asked.append((self.command, "api" if path.startswith(api) else name, self.headers.get("Range")))
         while hub.silent:
-            time.sleep(0.1)
+            time.sleep(0.02)
         if hub.status != 200:
             self.reply(b'{"error": "out of order"}', status=hub.status)
         elif hub.garbage:
@@ -121,7 +126,7 @@ class Answer(BaseHTTPRequestHandler):
         self.reply(shown, headers, status, length=len(data))
         if len(shown) < len(data):
             while name in hub.stall:
-                time.sleep(0.1)
+                time.sleep(0.02)
             hub.status, self.close_connection = 503 if name in hub.cut else 200, True
 
 
@@ -129,7 +134,7 @@ class Answer(BaseHTTPRequestHandler):
 def serve(files):
     """Run a Hub with these files ({name: bytes}) on a free port of this machine until the block ends."""
     with Hub(("127.0.0.1", 0), Answer) as hub:
-        hub.files, hub.asked, hub.cut, hub.stall = dict(files), [], {}, {}
+        hub.begin(files)
         thread = threading.Thread(target=hub.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True)
         thread.start()
         try:

@@ -18,7 +18,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 import llm_inference as llm                                         # noqa: E402
 import mlx.core as mx                                               # noqa: E402
 import reference                                                    # noqa: E402
-from checkpoints import make_checkpoint                             # noqa: E402
+from checkpoints import load, make_checkpoint                           # noqa: E402
 
 SOURCE = (ROOT / "llm_inference.py").read_text()
 LINES = SOURCE.splitlines()
@@ -217,7 +217,7 @@ def cache_equals_no_cache(folders):
 
     In between, another text goes on from a copy of the cache that was made after 6 tokens.
     """
-    llm.load_model(folders["small_qwen3"])
+    load(folders["small_qwen3"])
     cache, rows, copy = [None] * llm.N_LAYERS, [], []
     for start, end in [(0, 5), (5, 6), (6, 10), (10, 11), (11, 12)]:
         if start == 6:
@@ -233,7 +233,7 @@ def generate_equals_recomputation(folders):
 
     The third token that it chooses becomes the second end token, which must end the text.
     """
-    llm.load_model(folders["narrow"])
+    load(folders["narrow"])
     ids, seen, said, sample = llm.encode("Hello, world! " * 19)[:261], [], [], llm.sample
     prompt, llm.EOS_IDS = llm.tok.decode(ids), {0}
 
@@ -265,7 +265,7 @@ def logits_equal_the_reference(folders):
     """A pass over 6 tokens, and the pure-Python engine, for a Qwen3 and a Llama checkpoint."""
     well = True
     for name in ("small_qwen3", "small_llama"):
-        llm.load_model(folders[name])
+        load(folders[name])
         well &= close(llm.forward(IDS[:6], [None] * llm.N_LAYERS, 0), reference_logits(folders[name]))
     return well
 
@@ -274,7 +274,7 @@ def logits_equal_hugging_face(folders):
     """A pass over 12 tokens, and the golden files, for a Qwen3 and a Llama checkpoint."""
     well = True
     for name in ("three_queries_a_kv_head", "llama_no_head_dim"):
-        llm.load_model(folders[name])
+        load(folders[name])
         wanted = mx.load(str(ROOT / f"tests/golden/{name}.safetensors"))
         well &= close(llm.forward(wanted["ids"].tolist(), [None] * llm.N_LAYERS, 0), wanted["logits"])
     return well

@@ -13,6 +13,7 @@ import argparse
 import json
 import math
 import struct
+from operator import mul
 from pathlib import Path
 
 
@@ -36,8 +37,7 @@ def multiply_adds_per_token(config):
     The embedding is not among them, since a row is looked up, but the head is, even where a tied model has
     one matrix for both. Attention's own sums, which grow with the text, are left out.
     """
-    heads, kv_heads, head_dim = head_sizes(config)
-    d = config["hidden_size"]
+    (heads, kv_heads, head_dim), d = head_sizes(config), config["hidden_size"]
     attention = 2 * (heads * head_dim * d) + 2 * (kv_heads * head_dim * d)      # q and o, k and v
     feed_forward = 3 * (config["intermediate_size"] * d)                        # gate, up, down
     return config["num_hidden_layers"] * (attention + feed_forward) + config["vocab_size"] * d
@@ -51,9 +51,8 @@ def read_safetensors(path):
     The file: 8 bytes that hold the header's length; the header, JSON, name -> type, shape and the span of
     its bytes after the header; then all the bytes, little-endian, row after row.
     """
-    raw = path.read_bytes()
+    raw, tensors = path.read_bytes(), {}
     start = 8 + int.from_bytes(raw[:8], "little")
-    tensors = {}
     for name, entry in json.loads(raw[8:start]).items():
         if name == "__metadata__":
             continue
@@ -113,7 +112,9 @@ def load(folder):
 
 def dot(a, b):
     """Sum of a_i b_i: two vectors of one length -> a number."""
-    return sum(x * y for x, y in zip(a, b, strict=True))
+    if len(a) != len(b):
+        raise ValueError(f"a product of vectors of the lengths {len(a)} and {len(b)}")
+    return sum(map(mul, a, b))
 
 
 def matvec(matrix, x):
@@ -208,8 +209,7 @@ def forward_token(model, token, pos, cache, hidden=None):
     for layer, (keys, values) in zip(model.layers, cache, strict=True):
         h = rms_norm(x, layer["input_layernorm"], model.eps)
         x = add(x, attention(model, layer, h, pos, keys, values))
-        h = rms_norm(x, layer["post_attention_layernorm"], model.eps)
-        x = add(x, feed_forward(layer, h))
+        x = add(x, feed_forward(layer, rms_norm(x, layer["post_attention_layernorm"], model.eps)))
         if hidden is not None:
             hidden.append(x)
     return matvec(model.head, rms_norm(x, model.final_norm, model.eps))

@@ -130,18 +130,18 @@ def test_a_plain_prompt_keeps_the_usual_reading_also_after_a_chat(tiny, capsys):
     assert llm.generate(by_hand, 30) == by_hand + capsys.readouterr().out.removesuffix("\n")
 
 
-def test_a_model_without_thoughts_gets_no_empty_one(folder_of, monkeypatch):
-    llm.load_model(folder_of("untied"))                 # a token for every byte, and none for <think>
+def test_a_model_without_thoughts_gets_no_empty_one(load, monkeypatch):
+    load("untied")                                      # a token for every byte, and none for <think>
     prompts = prompts_of({"turns": [["Hi", "Ho"]], "system": None, "think": False}, monkeypatch)
     assert llm.tok.decode(prompts[0], skip_special_tokens=False) == (
         "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n")
 
 
-def test_a_model_that_does_not_end_turns_is_refused(folder_of):
-    llm.load_model(folder_of("untied"))
+def test_a_model_that_does_not_end_turns_is_refused(load):
+    folder = load("untied")
     llm.EOS_IDS.clear()
     with pytest.raises(ValueError, match=r"<\|im_end\|>"):
-        llm.check_chat_form(folder_of("untied"))
+        llm.check_chat_form(folder)
 
 
 # ------------------------------------------------------------------------------------------------------------

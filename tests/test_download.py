@@ -48,12 +48,13 @@ def files(stored, request):
 
 
 # huggingface_hub writes 10 MB at a time, so it takes more than 20 MB for half a file to be kept
-more_than_20_mb = pytest.mark.parametrize("files", [25_000_000], indirect=True, ids=[""])
+more_than_20_mb = pytest.mark.parametrize("files", [22_000_000], indirect=True, ids=[""])
 
 
 @pytest.fixture
-def clone(tmp_path, files):
+def clone(tmp_path, files, home):
     """A folder with the program, its Qwen3-0.6B/ as git has it, and a bundled checkpoint."""
+    shutil.rmtree(home / "hub", ignore_errors=True)
     make_checkpoint(tmp_path / "tests/tiny-qwen3", num_hidden_layers=2)
     (tmp_path / "Qwen3-0.6B").mkdir()
     (tmp_path / "Qwen3-0.6B/config.json").write_bytes(files["config.json"])
@@ -61,32 +62,48 @@ def clone(tmp_path, files):
                           lambda m: f'"{m[1]}": "{hashlib.sha256(files[m[1]]).hexdigest()}"',
                           Path(llm.__file__).read_text(encoding="utf-8"))
     assert count == 3 and text.count("timeout=4") == 2
-    text = text.replace("timeout=4", "timeout=1")       # a silent Hub is waited for as long, and no test need be
+    text = text.replace("timeout=4", "timeout=0.6")     # a silent Hub is waited for as long, and no test need be
     (tmp_path / "llm_inference.py").write_text(text, encoding="utf-8")
     yield tmp_path
     shutil.rmtree(tmp_path / "Qwen3-0.6B", ignore_errors=True)
 
 
-@pytest.fixture
-def hub(files):
-    with serve(files) as server:
+@pytest.fixture(scope="module")
+def server():
+    with serve({}) as server:
         yield server
 
 
-def environment(clone, endpoint, **more):
-    """The environment of the program in that folder, with the Hub at that address, and more in it."""
+@pytest.fixture
+def hub(server, files):
+    server.begin(files)
+    yield server
+    server.begin({})                                    # no request waits any longer
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    """The library's folder: the same in all tests, so that the environment is, and empty when one begins."""
+    return tmp_path_factory.mktemp("home")
+
+
+def environment(home, endpoint, **more):
+    """The environment of the program with that folder as its home, the Hub at that address, and more in it."""
     env = {name: os.environ[name] for name in ("PATH", "SYSTEMROOT", "TMPDIR", "TEMP") if name in os.environ}
     return env | {
-        "HF_ENDPOINT": endpoint, "HF_HOME": str(clone / "home"), "HOME": str(clone), "HF_TOKEN": "hf_expired",
+        "HF_ENDPOINT": endpoint, "HF_HOME": str(home / "hub"), "HOME": str(home), "HF_TOKEN": "hf_expired",
         "HF_HUB_DISABLE_XET": "1", "HF_HUB_DISABLE_TELEMETRY": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1",
         "OPENBLAS_NUM_THREADS": "1", "PYTHONIOENCODING": "utf-8", **more}
 
 
-def start(clone, endpoint):
-    """The program in that folder as a process, started."""
-    command = [sys.executable, str(clone / "llm_inference.py"), "--max-tokens", "2"]
-    return subprocess.Popen(command, cwd=clone, env=environment(clone, endpoint), stdin=subprocess.DEVNULL,
-                            stdout=subprocess.PIPE, stderr=subprocess.PIPE, encoding="utf-8")
+@pytest.fixture
+def start(clone, home):
+    """A function that starts the program in the clone as a process."""
+    def start(endpoint):
+        command = [sys.executable, str(clone / "llm_inference.py"), "--max-tokens", "2"]
+        return subprocess.Popen(command, cwd=clone, env=environment(home, endpoint), stdin=subprocess.DEVNULL,
+                                stdout=subprocess.PIPE, stderr=subprocess.PIPE, encoding="utf-8")
+    return start
 
 
 def lines(text):
@@ -102,30 +119,36 @@ def finish(process, within=20):
     return process.returncode, out, lines(err)
 
 
-def forget_the_library():
-    """huggingface_hub reads its environment when it is imported: another one takes another import."""
-    for name in [name for name in sys.modules if name.partition(".")[0] == "huggingface_hub"]:
-        del sys.modules[name]
-    logging.getLogger("huggingface_hub").handlers.clear()
+def take_out_the_library():
+    """Remove huggingface_hub's modules from those that are imported, and return them."""
+    return {name: sys.modules.pop(name) for name in list(sys.modules) if name.partition(".")[0] == "huggingface_hub"}
+
+
+@pytest.fixture(scope="module")
+def libraries():
+    """huggingface_hub reads its environment when it is imported: its modules for each environment."""
+    before = take_out_the_library()
+    yield {}
+    sys.modules.update(before)
 
 
 @pytest.fixture
-def run(clone, program, monkeypatch):
+def run(clone, home, program, monkeypatch, libraries):
     """A function that runs the program in the clone, in this process, and returns what finish does."""
+    sleep = time.sleep
     monkeypatch.chdir(clone)
-    known = []
+    monkeypatch.setattr(time, "sleep", lambda seconds: sleep(min(seconds, 0.02)))   # a second before it tries again
 
     def run(endpoint, *args, **more):
-        wanted = environment(clone, endpoint, **more)
-        if known != [wanted]:
-            forget_the_library()
-            known[:] = [wanted]
+        wanted = environment(home, endpoint, **more)
+        sys.modules.update(libraries.get(str(wanted), {}))
+        logging.getLogger("huggingface_hub").handlers.clear()       # they hold another test's stderr
         with mock.patch.dict(os.environ, wanted, clear=True):
             status, out, err = program("--max-tokens", "2", *args, file=clone / "llm_inference.py")
+        libraries[str(wanted)] = take_out_the_library()
         return status, out, lines(err)
 
-    yield run
-    forget_the_library()
+    return run
 
 
 @pytest.fixture(scope="module")
@@ -182,11 +205,11 @@ def wait_for(condition):
         time.sleep(0.02)
 
 
-def test_a_good_download_runs_and_is_not_asked_for_again(clone, hub, files, run):
+def test_a_good_download_runs_and_is_not_asked_for_again(clone, hub, files, run, start):
     """Without a folder to begin with, with a token that has expired, from a Hub that tells no sizes."""
     shutil.rmtree(clone / "Qwen3-0.6B")
     hub.sizes = False
-    result = finish(start(clone, hub.url))
+    result = finish(start(hub.url))
     assert works(result) and result[2] == []
     assert {name for _, name, _ in hub.asked} == {*llm.FILES, "api"}
     assert {path.name for path in (clone / "Qwen3-0.6B").iterdir()} == {*llm.FILES}
@@ -197,12 +220,12 @@ def test_a_good_download_runs_and_is_not_asked_for_again(clone, hub, files, run)
 
 
 @more_than_20_mb
-def test_a_second_program_says_that_it_waits_for_the_first_and_both_run(clone, hub, files):
+def test_a_second_program_says_that_it_waits_for_the_first_and_both_run(clone, hub, files, start):
     """And when the first one's connection breaks, it asks for the rest only."""
     half = hub.stall[WEIGHTS] = len(files[WEIGHTS]) // 2
-    first = start(clone, hub.url)
+    first = start(hub.url)
     wait_for(lambda: ("GET", WEIGHTS, None) in hub.asked)
-    second = start(clone, hub.url)
+    second = start(hub.url)
     try:
         said = second.stderr.readline()                     # at once: the first still waits for its weights
         assert first.poll() is None and "began before" in said and str(clone / "Qwen3-0.6B") in said
@@ -229,9 +252,9 @@ def test_a_download_that_is_cut_off_says_so_and_the_next_fetches_what_is_missing
 
 
 @more_than_20_mb
-def test_ctrl_c_ends_a_download_at_once_and_the_next_is_right(clone, hub, files, run):
+def test_ctrl_c_ends_a_download_at_once_and_the_next_is_right(clone, hub, files, run, start):
     hub.stall[WEIGHTS] = len(files[WEIGHTS]) // 2
-    process = start(clone, hub.url)
+    process = start(hub.url)
     wait_for(lambda: any(path.stat().st_size > 10_000_000 for path in (clone / "Qwen3-0.6B").rglob("*")))
     process.send_signal(signal.SIGINT)                      # as it waits for the rest
     status, out, err = finish(process, within=3)
@@ -265,12 +288,12 @@ def test_a_file_that_the_hub_lacks_or_that_has_no_place_is_named_and_the_next_do
     assert works(run(hub.url)) and fetched(hub) == []       # the weights were complete before
 
 
-def test_a_disk_that_is_full_is_said_and_the_next_download_is_right(clone, hub, run):
+def test_a_disk_that_is_full_is_said_and_the_next_download_is_right(clone, hub, run, start):
     resource = pytest.importorskip("resource")              # a file of no more than 300 kB stands for it
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (300_000, hard))
     try:
-        process = start(clone, hub.url)
+        process = start(hub.url)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert refused(finish(process), "too large", "run again") and not present(clone)
@@ -314,7 +337,7 @@ def test_an_explicit_folder_is_never_replaced_and_the_hub_never_asked(clone, hub
     assert hub.asked == []
 
 
-def test_owner_and_name_are_fetched_into_the_hubs_cache_which_the_default_uses_too(clone, hub, nowhere, run):
+def test_owner_and_name_are_fetched_into_the_hubs_cache_which_the_default_uses_too(clone, home, hub, nowhere, run):
     assert works(run(hub.url, "--model", llm.REPO)) and not present(clone)
     assert {name for _, name, _ in hub.asked} == {"api", *llm.FILES, "tokenizer_config.json"}     # no README
     hub.asked.clear()
@@ -322,7 +345,7 @@ def test_owner_and_name_are_fetched_into_the_hubs_cache_which_the_default_uses_t
     for endpoint, *args in [(hub.url, "--model", llm.REPO), (nowhere, "--model", llm.REPO), (nowhere,)]:
         result = run(endpoint, *args)
         assert works(result) and result[2] == []
-    (cached,) = (clone / "home").rglob("snapshots/*/tokenizer.json")
+    (cached,) = home.rglob("snapshots/*/tokenizer.json")
     cached.unlink()                                         # a copy that is not complete is not used
     assert fell_back(run(nowhere), clone) and refused(run(nowhere, "--model", llm.REPO), llm.REPO)
     hub.silent = False

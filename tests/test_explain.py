@@ -208,8 +208,8 @@ def test_models_of_one_and_two_layers_are_explained(tmp_path, explained, layers)
     assert len(picture(explained("abc"))[1]) == layers
 
 
-def test_of_a_long_prompt_the_first_4_and_the_last_20_tokens_are_shown_and_it_is_said(folder_of, explained):
-    llm.load_model(folder_of("tied"), mx.float32)
+def test_of_a_long_prompt_the_first_4_and_the_last_20_tokens_are_shown_and_it_is_said(load, explained):
+    load("tied")
     prompt = "".join(chr(65 + i % 26) for i in range(100))
     for n, shown in (24, prompt[:24]), (25, prompt[:4] + prompt[5:25]), (100, prompt[:4] + prompt[80:100]):
         sections = explained(prompt[:n])
@@ -258,10 +258,10 @@ def test_the_costs_are_what_the_config_and_the_shapes_say(name, folder_of, expla
     assert speed > 0 and bandwidth == pytest.approx(read * speed / 1e9, abs=0.006)
 
 
-def test_cached_and_recomputed_tokens_are_the_reference_s(folder_of, explained):
-    llm.load_model(folder_of("tied"), mx.float32)
+def test_cached_and_recomputed_tokens_are_the_reference_s(load, explained):
+    folder = load("tied")
     rows = [numbers(row) for row in find(explained("by cache"), "Step 9")[0][1]]
-    expected = reference.generate(reference.load(folder_of("tied")), llm.tok.encode("by cache").ids, 8)
+    expected = reference.generate(reference.load(folder), llm.tok.encode("by cache").ids, 8)
     assert [row[0] for row in rows] == [row[1] for row in rows] == expected
     assert all(row[2] < 1e-4 for row in rows)
 
@@ -294,9 +294,8 @@ def test_a_cache_that_is_wrong_would_be_seen(tiny, explained, monkeypatch):
 
 @pytest.mark.parametrize("kernels", ["explicit", "fused"])
 @pytest.mark.parametrize("kind", ["untied", "llama_head_dim"])
-def test_bfloat16_and_both_kernels_are_explained(kind, kernels, folder_of, explained):
-    c = config_of(folder_of(kind))
-    llm.load_model(folder_of(kind), mx.bfloat16)
+def test_bfloat16_and_both_kernels_are_explained(kind, kernels, load, explained):
+    c = config_of(load(kind, mx.bfloat16))
     llm.use_kernels(kernels)
     before = {name: getattr(llm, name) for name in llm.WATCHED}
     sections = explained("abc")
@@ -311,8 +310,8 @@ def test_bfloat16_and_both_kernels_are_explained(kind, kernels, folder_of, expla
     assert all(numbers(row)[2] < 0.2 for row in find(sections, "Step 9")[0][1])
 
 
-def test_a_long_prompt_shows_every_token_and_an_over_long_one_is_refused(folder_of, explained):
-    llm.load_model(folder_of("tied"), mx.float32)
+def test_a_long_prompt_shows_every_token_and_an_over_long_one_is_refused(load, explained):
+    load("tied")
     sections = explained("a" * 100)
     assert [numbers(row)[0] for row in find(sections, "Step 1")[0][1]] == list(range(100))
     with pytest.raises(ValueError, match=f"{LIMIT} tokens: here are {LIMIT + 1}"):
@@ -452,23 +451,24 @@ def test_trace_from_the_command_line(shown):
     assert "      attend: (4, 1, 64) (2, 6, 64) (2, 6, 64) -> (4, 1, 64) float32" in out
 
 
-@pytest.mark.parametrize("no_color", [None, "1"])
-def test_titles_are_bold_on_a_terminal_unless_no_color_is_set(no_color):
+def test_titles_are_bold_on_a_terminal_unless_no_color_is_set():
+    """Both run at the same time."""
     pty = pytest.importorskip("pty")
-    environment = {k: v for k, v in os.environ.items() if k != "NO_COLOR"} | {"PYTHONIOENCODING": "utf-8"}
-    if no_color is not None:
-        environment["NO_COLOR"] = no_color
-    master, slave = pty.openpty()
-    child = subprocess.Popen([sys.executable, ROOT / "llm_inference.py", "--model", ROOT / "tests/tiny-qwen3",
-                              "--explain", PROMPT], stdout=slave, stderr=slave, env=environment)
-    os.close(slave)
-    out = b""
-    try:
-        while block := os.read(master, 65536):
-            out += block
-    except OSError:                                     # how Linux says that the other end is closed
-        pass
-    os.close(master)
-    assert child.wait(timeout=60) == 0 and "####" in out.decode()
-    assert out.count(b"\x1b[1m") == (0 if no_color else out.count(b"\x1b[0m"))
-    assert (b"\x1b[1mStep 1" in out) == (not no_color)
+    plain = {k: v for k, v in os.environ.items() if k != "NO_COLOR"} | {"PYTHONIOENCODING": "utf-8"}
+    command = [sys.executable, ROOT / "llm_inference.py", "--model", ROOT / "tests/tiny-qwen3", "--explain", PROMPT]
+    running = []
+    for environment in (plain, plain | {"NO_COLOR": "1"}):
+        master, slave = pty.openpty()
+        running.append((master, subprocess.Popen(command, stdout=slave, stderr=slave, env=environment)))
+        os.close(slave)
+    for (master, child), no_color in zip(running, (False, True), strict=True):
+        out = b""
+        try:
+            while block := os.read(master, 65536):
+                out += block
+        except OSError:                                 # how Linux says that the other end is closed
+            pass
+        os.close(master)
+        assert child.wait(timeout=60) == 0 and "####" in out.decode()
+        assert out.count(b"\x1b[1m") == (0 if no_color else out.count(b"\x1b[0m"))
+        assert (b"\x1b[1mStep 1" in out) == (not no_color)

@@ -86,10 +86,10 @@ def test_greedy_tokens_equal_hugging_face(name):
         assert made == wanted["greedy"].tolist()[:8], kind
 
 
-def test_bfloat16_is_as_near_to_float32_as_hugging_face_is(name, folder_of):
+def test_bfloat16_is_as_near_to_float32_as_hugging_face_is(name, load):
     """Two bfloat16 computations round differently. Measured over all checkpoints: 1 to 3 percent of the largest
     logit between either of them and float32, and between the two."""
-    llm.load_model(folder_of(name), mx.bfloat16)
+    load(name, mx.bfloat16)
     wanted = golden(name)
     for kind in each_set(["explicit", "fused"]):
         logits = llm.forward(wanted["ids"].tolist(), fresh(), 0)
@@ -98,9 +98,9 @@ def test_bfloat16_is_as_near_to_float32_as_hugging_face_is(name, folder_of):
         assert difference(logits, wanted["logits"]) < 0.04, kind
 
 
-def test_float16_is_eight_times_nearer_to_float32_than_bfloat16_may_be(name, folder_of):
+def test_float16_is_eight_times_nearer_to_float32_than_bfloat16_may_be(name, load):
     """It has three more bits."""
-    llm.load_model(folder_of(name), mx.float16)
+    load(name, mx.float16)
     for kind in each_set(["explicit", "fused"]):
         logits = llm.forward(golden(name)["ids"].tolist(), fresh(), 0)
         assert logits.dtype == mx.float16
@@ -191,9 +191,9 @@ def loss_of(weight):
 
 
 @pytest.mark.parametrize("weight", WEIGHTS)
-def test_the_explicit_functions_give_gradients(folder_of, weight):
+def test_the_explicit_functions_give_gradients(load, weight):
     """Along a random direction the slope is what the loss says a small step to either side."""
-    llm.load_model(folder_of("untied"), mx.float32)
+    load("untied")
     llm.use_kernels("explicit")
     loss, w = loss_of(weight), llm.W[weight]
     gradient = mx.grad(loss)(w)
@@ -204,9 +204,9 @@ def test_the_explicit_functions_give_gradients(folder_of, weight):
 
 
 @pytest.mark.parametrize("weight", WEIGHTS)
-def test_the_numpy_functions_refuse_to_give_gradients(folder_of, weight):
+def test_the_numpy_functions_refuse_to_give_gradients(load, weight):
     """Zeros would be worse."""
-    llm.load_model(folder_of("untied"), mx.float32)
+    load("untied")
     llm.use_kernels("numpy")
     with pytest.raises(ValueError, match='use_kernels."explicit". has'):
         mx.grad(loss_of(weight))(llm.W[weight])
@@ -310,19 +310,19 @@ def test_rope_turns_and_does_not_stretch(name):
             assert difference((mx.array(after) ** 2).sum(axis=-1), (before ** 2).sum(axis=-1)) < 1e-5, kind
 
 
-def test_the_residual_stream_keeps_the_weights_type(folder_of):
+def test_the_residual_stream_keeps_the_weights_type(load):
     """A float32 table or norm that leaks into the stream would make every later product convert its weights."""
     for dtype in (mx.float16, mx.bfloat16, mx.float32):
-        llm.load_model(folder_of("untied"), dtype)
+        load("untied", dtype)
         for kind in ("explicit", "fused"):
             llm.use_kernels(kind)
             x = llm.transformer_block(llm.embed([1, 2, 3]), 0, cache := fresh(), mx.arange(3))
             assert {a.dtype for a in [x, llm.W["lm_head.weight"], *cache[0][:2]]} == {dtype}, (dtype, kind)
 
 
-def test_large_activations_do_not_overflow_in_float16(folder_of):
+def test_large_activations_do_not_overflow_in_float16(load):
     """Squares of 300 exceed float16's 65,504; the norm is taken in float32."""
-    llm.load_model(folder_of("untied"), mx.float16)
+    load("untied", mx.float16)
     for kind in ("explicit", "fused"):
         llm.use_kernels(kind)
         x = mx.full((1, llm.D_MODEL), 300, dtype=mx.float16)

@@ -5,9 +5,9 @@ import pytest
 
 
 @pytest.fixture
-def says(monkeypatch, folder_of):
+def says(monkeypatch, load):
     """A function that makes the model say given token ids, whatever its weights; returns the pieces of text."""
-    llm.load_model(folder_of("untied"))                 # a token for every byte: characters span tokens
+    load("untied")                                      # a token for every byte: characters span tokens
 
     def say(ids, **options):
         script = iter(ids)

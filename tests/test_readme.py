@@ -34,14 +34,23 @@ def without_times(text):
     return re.sub(r"^Time: .*|\S+ tokens/s ask for .*", lambda m: re.sub(r"\d+(\.\d+)?", "0", m[0]), text, flags=re.M)
 
 
+@pytest.fixture(scope="module")
+def printed():
+    """A function from a command to what it prints, first stdout and then stderr. All of them run at the same time."""
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    running = {command: subprocess.Popen(command, shell=True, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                                         text=True, env=os.environ | {"PATH": path, "NO_COLOR": "1"})
+               for command, _ in console_blocks()}
+    yield lambda command: "".join(running[command].communicate(timeout=60))
+    for process in running.values():
+        process.kill()
+
+
 @pytest.mark.parametrize("command, shown", list(console_blocks()))
-def test_a_command_prints_what_is_shown(command, shown):
+def test_a_command_prints_what_is_shown(command, shown, printed):
     if "--explain" in command and llm.mx.default_device() == llm.mx.gpu:
         pytest.skip("the README shows a run on a CPU: float32, explicit kernels")
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    done = subprocess.run(command, shell=True, cwd=ROOT, capture_output=True, text=True, timeout=60,
-                          env=os.environ | {"PATH": path, "NO_COLOR": "1"})
-    assert without_times(done.stdout + done.stderr) == without_times(shown)
+    assert without_times(printed(command)) == without_times(shown)
 
 
 def test_the_lines_of_python_run(capsys, monkeypatch):

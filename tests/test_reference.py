@@ -230,7 +230,7 @@ def test_a_weight_of_a_wrong_length_stops_the_engine(name):
     weights = lesson_weights(LESSON)
     weight = weights[f"model.layers.1.{name}.weight"]
     (weight if name == "input_layernorm" else weight[0]).append(0.0)
-    with pytest.raises(ValueError, match="zip"):
+    with pytest.raises(ValueError, match="lengths|zip"):
         logits_of(reference.Model(LESSON, weights), [3])
 
 
@@ -260,30 +260,48 @@ def test_greedy_ids_are_those_of_transformers(name, folder_of):
 
 # ---- The program ----
 
-def run(*arguments):
-    return subprocess.run([sys.executable, str(HERE / "reference.py"), *arguments], capture_output=True, timeout=120,
-                          encoding="utf-8", env=os.environ | {"PYTHONIOENCODING": "utf-8"})
-
-
 def test_the_capital_of_france():
-    result = run("The capital of France is", "--max-tokens", "3")
-    assert result.stdout.startswith("The capital of France is Paris.") and result.returncode == 0
+    """In a process of its own."""
+    done = subprocess.run([sys.executable, str(HERE / "reference.py"), "The capital of France is", "--max-tokens", "3"],
+                          capture_output=True, timeout=120, encoding="utf-8",
+                          env=os.environ | {"PYTHONIOENCODING": "utf-8"})
+    assert done.stdout.startswith("The capital of France is Paris.") and done.returncode == 0
 
 
-def test_an_end_token_ends_the_text_and_is_not_printed(tmp_path):
+@pytest.fixture
+def run(monkeypatch, capsys):
+    """A function that runs the program in this process: arguments to (status, stdout, stderr)."""
+    def main(*arguments):
+        monkeypatch.setattr(sys, "argv", ["reference.py", *arguments])
+        try:
+            reference.main()
+        except SystemExit as left:                      # a text as the status: Python shows it, and the status is 1
+            assert isinstance(left.code, str)
+            out, err = capsys.readouterr()
+            return 1, out, f"{err}{left.code}\n"
+        return 0, *capsys.readouterr()
+    return main
+
+
+def test_an_end_token_ends_the_text_and_is_not_printed(tmp_path, run):
     folder = make_checkpoint(tmp_path / "all_ids_end", eos_token_id=list(range(272)))
-    assert run("Hello", "--model", str(folder)).stdout == "Hello\n"
+    assert run("Hello", "--model", str(folder)) == (0, "Hello\n", "")
+
+
+def ends_in_one_line(result):
+    status, out, err = result
+    assert status == 1 and out == "" and err.startswith("cannot run ") and err.count("\n") == 1, result
+    return True
 
 
 @pytest.mark.parametrize("arguments", [
     ("Hello", "--model", "no-such-folder"), ("", "--max-tokens", "1"), ("Hello", "--model", str(HERE / "golden"))])
-def test_bad_input_ends_in_one_line(arguments):
-    result = run(*arguments)
-    assert result.returncode == 1 and result.stdout == ""
-    assert result.stderr.startswith("cannot run ") and result.stderr.count("\n") == 1
+def test_bad_input_ends_in_one_line(arguments, run, monkeypatch):
+    monkeypatch.setattr(reference, "load", loaded)
+    assert ends_in_one_line(run(*arguments))
 
 
-def test_a_file_cut_short_ends_in_one_line(folder_of, tmp_path):
+def test_a_file_cut_short_ends_in_one_line(folder_of, tmp_path, run):
     for file in folder_of("tied").iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())
     whole = (tmp_path / "model.safetensors").read_bytes()
@@ -291,8 +309,7 @@ def test_a_file_cut_short_ends_in_one_line(folder_of, tmp_path):
         (tmp_path / "model.safetensors").write_bytes(whole[:length])
         with pytest.raises((ValueError, reference.struct.error)):
             reference.load(tmp_path)
-    result = run("Hello", "--model", str(tmp_path))
-    assert result.returncode == 1 and result.stderr.startswith("cannot run ") and result.stderr.count("\n") == 1
+    assert ends_in_one_line(run("Hello", "--model", str(tmp_path)))
 
 
 def test_it_stays_small_and_stands_on_the_standard_library_alone():
