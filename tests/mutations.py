@@ -329,7 +329,8 @@ def fails(check, folders):
 
 def row(what, seen):
     """A line of the table: what is wrong, in which function, and for every check whether it saw that."""
-    return f"| {what} | `{MUTATIONS[what][0]}` | " + " | ".join("**seen**" if s else "" for s in seen) + " |"
+    function = MUTATIONS[what][0] if MUTATIONS[what][0] in FUNCTIONS else "KERNELS"
+    return f"| {what} | `{function}` | " + " | ".join("**seen**" if s else "" for s in seen) + " |"
 
 
 def table(folders):
