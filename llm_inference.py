@@ -423,7 +423,9 @@ def numpy_linear(x, name):
     """
     x, w = np.asarray(x), np.asarray(W[name])
     out = (w @ x.T).T if 1 < len(x) <= 32 else x @ w.T
-    return as_logits(mx.array(out), *W.values()) if name == "lm_head.weight" else out
+    if name == "lm_head.weight":                                # or else mx.array can lose a Ctrl-C
+        return as_logits(mx.array(memoryview(np.ascontiguousarray(out))), *W.values())
+    return out
 
 
 as_logits = mx.custom_function(lambda logits, *weights: logits)
@@ -625,13 +627,15 @@ def check_chat_form(folder):
     text = file.read_text("utf-8", "replace") if file.exists() else (
         read_json(config).get("chat_template") if config.exists() else None)
     if text and hashlib.sha256(str(text).encode(errors="replace")).hexdigest() not in CHAT_FORMS:
-        print("This model's chat template is another, but the chat is in Qwen3-0.6B's form.", file=sys.stderr)
+        print("This model has a chat template of its own, but the conversation is held in Qwen3-0.6B's form: "
+              "its answers may be worse.", file=sys.stderr)
 
 
 def ids_of(text, typed=False):
     """Token ids of a part of the template, or of typed text, in which "<|im_end|>" is ordinary text."""
+    refuse(re.search("[\ud800-\udfff]", text), "this is not UTF-8 text")        # how Python reads bad bytes
     tok.encode_special_tokens = typed                           # True: special tokens are spelled like others
-    return tok.encode(text.encode().decode(), add_special_tokens=False).ids     # fails for what is not UTF-8
+    return tok.encode(text, add_special_tokens=False).ids
 
 
 def turn_ids(role, text):
@@ -664,8 +668,8 @@ def chat(questions, system=None, think=False, max_tokens=1000, temperature=0.0, 
     said, kept, held = start, [None] * N_LAYERS, 0
     for question in questions:
         try:
-            refuse(not question.strip() or re.fullmatch("(?s)<tool_response>.*</tool_response>", question),
-                   "the question is empty, or a whole <tool_response>, to Qwen3's template a tool's answer")
+            refuse(not question.strip(), "the question is empty")
+            refuse(re.fullmatch("(?s)<tool_response>.*</tool_response>", question), "this is a tool response")
             turn = turn_ids("user", question)
             fits = len(said + turn + opening) + max_tokens <= MAX_POSITIONS
             check_prompt((said if fits else start) + turn + opening, max_tokens)
@@ -1113,7 +1117,7 @@ def find_model(wanted=None):
     except Exception as error:
         if wanted is None and (folder / "model.safetensors").exists():
             return folder                                       # another process has finished the download
-        raise ValueError(f"{wanted or REPO} was not found or downloaded, run again: {error}") from None
+        raise ValueError(f"{wanted or REPO} is no folder and was not downloaded, run again: {error}") from None
 
 
 def download(wanted, folder):
@@ -1183,15 +1187,16 @@ def parse_arguments():
     args, others = parser.parse_known_args()
     if len(others) == 1 and args.prompt is None and others[0][:2] != "--":      # "-5" can't be an option
         args.prompt, others = others[0], []
-    in_range = 0 <= args.temperature < math.inf and 0 < args.top_p <= 1 and 0 <= args.seed < 2**64
-    if others:
-        parser.error(f"unrecognized arguments: {' '.join(others)}")
-    if not in_range or args.max_tokens is not None and args.max_tokens < 1:
-        parser.error("--max-tokens must be at least 1, --temperature at least 0, --top-p above 0 and up to 1,"
-                     " --seed from 0 to 2**64 - 1")
-    if (args.system is not None or args.think) and not args.chat:
-        parser.error("--system and --think go with --chat")
-    return args
+    wrong = [f"unrecognized arguments: {' '.join(others)} (a prompt of several words needs quotes)"]
+    wrong *= bool(others)
+    wrong += [message for message, well in {
+        "--max-tokens must be at least 1": args.max_tokens is None or args.max_tokens > 0,
+        "--temperature must be at least 0, and finite": 0 <= args.temperature < math.inf,
+        "--top-p must be above 0 and up to 1": 0 < args.top_p <= 1,
+        "--seed must be from 0 to 2**64 - 1": 0 <= args.seed < 2**64,
+        "--system and --think go with --chat": args.chat or args.system is None and not args.think
+    }.items() if not well]
+    return parser.error(wrong[0]) if wrong else args
 
 
 def complete(folder, prompt, max_tokens, temperature, top_p):
@@ -1223,8 +1228,8 @@ def main():
         sys.stdin.reconfigure(encoding="utf-8", errors="surrogateescape")       # chat refuses bad lines
     prompt = "The capital of France is" if args.prompt is None else args.prompt
     if prompt == "-":                                           # all of stdin, but for one newline at its end
-        prompt = re.sub("\r?\n\\Z", "", sys.stdin.buffer.read().decode())
-    f"{prompt}{args.system}".encode()                           # an error if an argument is not UTF-8
+        prompt = re.sub("\r?\n\\Z", "", sys.stdin.buffer.read().decode(errors="surrogateescape"))
+    refuse(re.search("[\ud800-\udfff]", f"{prompt}{args.system}"), "the prompt or --system is not UTF-8 text")
     if "np" in globals():
         np.seterr(all="ignore")                                 # check_finite reports what is not finite
     use_kernels(args.kernels or kernels)

@@ -667,7 +667,7 @@ def test_a_prompt_that_can_t_be_used_is_one_line(folder, one_line):
         return one_line(["--model", folder, "-"], *words, stdin=stdin)
 
     assert one_line(["--model", folder, ""], "empty") and piped(b"", "empty") and piped(b"\n", "empty")
-    assert one_line(["--model", folder, b"caf\xe9"], "'utf-8'") and piped(b"caf\xe9", "'utf-8'")
+    assert one_line(["--model", folder, b"caf\xe9"], "UTF-8") and piped(b"caf\xe9", "UTF-8")
     assert one_line(["--model", folder, "a" * 700, "--max-tokens", "1"], 700, 640)
     assert one_line(["--model", folder, "a", "--max-tokens", str(2**40)], 2**40, 640)
     assert piped(b"word " * 60_000, 60_000 * len("word "), 640)

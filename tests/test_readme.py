@@ -145,4 +145,4 @@ def test_defaults_are_those_said():
         defaults = {name: p.default for name, p in inspect.signature(function).parameters.items()}
         assert (defaults["max_tokens"], defaults["temperature"], defaults["top_p"]) == (100, 0.0, 0.95)
     assert llm.sample.__defaults__ == (0.0, 0.95)
-    assert "add up to N tokens (100)" in README and "together (0.95)" in README
+    assert "add at most N tokens (default: 100, " in README and "together (0.95)" in README
