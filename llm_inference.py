@@ -1117,7 +1117,7 @@ def find_model(wanted=None):
     except Exception as error:
         if wanted is None and (folder / "model.safetensors").exists():
             return folder                                       # another process has finished the download
-        raise ValueError(f"{wanted or REPO} is no folder and was not downloaded, run again: {error}") from None
+        raise ValueError(f"{wanted or REPO} is no folder and did not download, run again: {error}") from None
 
 
 def download(wanted, folder):

@@ -1,6 +1,7 @@
 """What only large sizes, odd numbers or rare orders reach: each of these once let a wrong edit pass."""
 import json
 import shutil
+import signal
 import sys
 
 import llm_inference as llm
@@ -410,3 +411,28 @@ def test_a_conversation_that_just_fits_goes_on(tiny, monkeypatch, capsys):
     for room, new in ((llm.MAX_POSITIONS - said, False), (llm.MAX_POSITIONS - said + 1, True)):
         llm.chat(["x", "x"], max_tokens=room)
         assert ("new chat" in capsys.readouterr().err) == new
+
+
+@pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="there is no timer here that sends signals")
+def test_no_ctrl_c_is_lost_where_the_logits_leave_numpy(tiny, monkeypatch):
+    """MLX forgets one that comes while it turns a NumPy array into its own, but not with a memoryview of it."""
+    llm.use_kernels("numpy")
+    monkeypatch.setitem(llm.W, "lm_head.weight", mx.zeros((200_000, 2)))
+    x, fired, caught = mx.ones((1, 2)), [], 0
+
+    def ctrl_c(*_):
+        fired.append(1)
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGALRM, ctrl_c)
+    try:
+        for wanted in range(1, 31):
+            try:
+                signal.setitimer(signal.ITIMER_REAL, 0.002 + wanted * 1e-5)
+                while len(fired) < wanted:
+                    llm.linear(x, "lm_head.weight")
+            except KeyboardInterrupt:
+                caught += 1
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert caught == 30
