@@ -930,7 +930,7 @@ SUPPORTED = {
 def read_json(path):
     """The JSON object in a file, as a dict. ValueError names a file that holds none."""
     try:
-        return dict(json.loads(path.read_bytes()))              # dict: fails for a number, a string or null
+        return dict(**json.loads(path.read_bytes()))            # **: an error for all that is no object
     except (ValueError, TypeError, RecursionError) as error:
         raise ValueError(f"{path} is not a JSON object ({error})") from None
 
@@ -1017,7 +1017,9 @@ def read_weights(folder, config):
         paths = [folder / name for name in {*map(str, shards.values())}] if type(shards) is dict else []
     for path in paths:
         try:
-            stored |= mx.load(str(path), format="safetensors")
+            found = mx.load(str(path), format="safetensors")
+            refuse(found.keys() & stored.keys(), "it has a tensor that another shard has, too")
+            stored |= found
             with open(path, "rb") as file:                      # its header, JSON, has each tensor's place
                 header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
                 size = path.stat().st_size - file.tell()
@@ -1250,6 +1252,7 @@ if __name__ == "__main__":
     status = 0
     try:
         main()
+        sys.stdout.flush()
     except BaseException as error:                              # a Rust panic is not an Exception
         status = {SystemExit: getattr(error, "code", 1), KeyboardInterrupt: 130}.get(type(error), 1)
         if not isinstance(error, (SystemExit, KeyboardInterrupt, BrokenPipeError)):     # | head closes a pipe
@@ -1257,6 +1260,7 @@ if __name__ == "__main__":
     try:
         sys.stdout.flush()
     except (AttributeError, OSError):                           # Python would report this again as it ends
+        status = status or 1
         with contextlib.suppress(AttributeError, OSError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     if status:

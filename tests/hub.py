@@ -37,6 +37,7 @@ class Hub(ThreadingHTTPServer):
     garbage = False             # answer every request with a page of HTML
     silent = False              # accept, and never answer
     sizes = True                # tell how large files are
+    named = {}                  # {name: bytes}: give the tag of these bytes for a file, whatever comes then
     cut = {}                    # {name: n}: close the connection after n bytes, and answer 503 from then on
     stall = {}                  # {name: n}: send n bytes, and then nothing more until this is emptied
 
@@ -48,7 +49,7 @@ class Hub(ThreadingHTTPServer):
     def begin(self, files):
         """Hold these files, and let nothing go wrong; what was asked before is forgotten."""
         self.files, self.asked, self.cut, self.stall = dict(files), [], {}, {}
-        self.status, self.garbage, self.silent, self.sizes = 200, False, False, True
+        self.status, self.garbage, self.silent, self.sizes, self.named = 200, False, False, True, {}
 
     @property
     def url(self):
@@ -108,7 +109,7 @@ class Answer(BaseHTTPRequestHandler):
     def file_headers(self, name):
         """What huggingface_hub wants to know of a file before it asks for it."""
         data = self.server.files[name]
-        tag = f'"{sha256_of(data)}"'
+        tag = f'"{sha256_of(self.server.named.get(name, data))}"'
         return {"ETag": tag, "X-Linked-ETag": tag, "X-Linked-Size": len(data), "X-Repo-Commit": llm.REVISION}
 
     def send_file(self, name):

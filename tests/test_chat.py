@@ -405,6 +405,11 @@ class Terminal:
     def type(self, text):
         os.write(self.fd, text.encode())
 
+    def status(self):
+        """The exit status, when it ends by itself."""
+        self.until(r"llm_inference.py: .*\n")
+        return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+
     def status_after(self, key):
         """The exit status, once the key was pressed; again if it came before readline was ready for it."""
         for look in range(500):
@@ -443,3 +448,7 @@ def test_ctrl_c_stops_an_answer_and_at_the_prompt_the_program():
     seen = terminal.until("\n> $")
     assert len(seen) < 400 and "\033[0m" not in seen
     assert terminal.status_after("\x03") == 130
+
+
+def test_a_question_on_the_command_line_that_is_refused_gives_status_1_at_a_terminal_too():
+    assert Terminal("").status() == 1

@@ -276,6 +276,15 @@ def test_a_tampered_file_is_thrown_away_and_the_next_download_is_right(clone, hu
     assert {name for method, name, _ in hub.asked if method == "GET"} == {"api", WEIGHTS}
 
 
+def test_a_tampered_file_under_the_right_tag_is_thrown_away_with_the_link_to_it(clone, hub, run):
+    right = hub.files["tokenizer.json"]
+    hub.named["tokenizer.json"] = right
+    hub.files["tokenizer.json"] = right[:-9] + b"tampered "
+    assert refused(run(hub.url), "tokenizer.json", "SHA-256") and not present(clone)
+    hub.files["tokenizer.json"] = right
+    assert works(run(hub.url))
+
+
 def test_a_file_that_the_hub_lacks_or_that_has_no_place_is_named_and_the_next_download_is_right(
         clone, hub, files, run):
     del hub.files[WEIGHTS]

@@ -357,6 +357,32 @@ def test_the_model_beside_the_file_comes_before_that_in_the_current_folder(tmp_p
     assert llm.find_model().resolve() == tmp_path / "here/Qwen3-0.6B"
 
 
+def test_shards_are_a_model_that_is_there(tmp_path, monkeypatch):
+    (tmp_path / "Qwen3-0.6B").mkdir()
+    (tmp_path / "Qwen3-0.6B/model-00001-of-00002.safetensors").touch()
+    monkeypatch.setattr(llm, "__file__", str(tmp_path / "llm_inference.py"))
+    assert llm.find_model() == tmp_path / "Qwen3-0.6B"
+
+
+def test_a_model_on_the_hub_comes_with_all_that_loading_reads(tmp_path, monkeypatch):
+    import huggingface_hub
+    from fnmatch import fnmatch
+    asked = []
+    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", lambda *args, **options: None)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda repo, **options: asked.append(options) or tmp_path)
+    assert llm.find_model("someone/something") == tmp_path
+    assert asked[0]["token"] is False
+    for name in ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja",
+                 "model.safetensors", "model.safetensors.index.json", "model-00001-of-00002.safetensors"):
+        assert any(fnmatch(name, pattern) for pattern in asked[0]["allow_patterns"]), name
+    assert not any(fnmatch("pytorch_model.bin", pattern) for pattern in asked[0]["allow_patterns"])
+
+
+def test_a_bad_question_leaves_special_tokens_as_they_are(tiny):
+    ids = llm.encode("<|im_start|>x")
+    assert not llm.chat(["\udc80"], max_tokens=5) and llm.encode("<|im_start|>x") == ids
+
+
 def test_the_largest_seed_an_empty_chat_and_a_folder_named_by_a_dot(tiny, monkeypatch, capsys):
     monkeypatch.setattr(sys.stdout, "reconfigure", lambda **k: None, raising=False)
     monkeypatch.chdir(tiny)

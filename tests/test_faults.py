@@ -653,6 +653,30 @@ def test_names_and_values_from_files_do_not_steer_the_terminal(folder, where, on
     assert one_line(["--model", folder, f"Hello {STEERING}x"], shown)
 
 
+def test_a_folder_s_name_does_not_steer_the_terminal_when_all_is_well(folder, program):
+    folder = folder.rename(folder.parent / f"{STEERING}x")
+    status, out, err = program("--model", folder, "Hello", "--max-tokens", "1")
+    assert (status, err) == (0, "") and out.startswith(r"Model:  \x1b[2J\x07\u202e\x9b1mx  (")
+
+
+def test_a_tensor_in_two_shards_is_refused(tmp_path):
+    folder = make_checkpoint(tmp_path / "m", "sharded")
+    first, second = sorted(folder.glob("model-0000*.safetensors"))[:2]
+    name, tensor = next(iter(mx.load(str(second)).items()))
+    mx.save_safetensors(str(first), dict(mx.load(str(first))) | {name: tensor * 0})
+    with pytest.raises(ValueError, match="another shard"):
+        llm.load_model(folder)
+
+
+def test_a_list_of_pairs_is_no_json_object_and_a_byte_order_mark_is_none_of_the_text(folder):
+    (folder / "generation_config.json").write_text('[["eos_token_id", 65]]')
+    with pytest.raises(ValueError, match="generation_config.json is not a JSON object"):
+        llm.load_model(folder)
+    (folder / "generation_config.json").unlink()
+    (folder / "config.json").write_bytes(b"\xef\xbb\xbf" + (folder / "config.json").read_bytes())
+    llm.load_model(folder)
+
+
 def test_a_very_long_name_or_value_is_cut(folder, one_line):
     configure(folder, model_type="x" * 5000)
     assert one_line(["--model", folder], "model_type is", "xxx...xxx", "which is not supported")
@@ -702,9 +726,10 @@ def test_a_reader_that_has_seen_enough_ends_it(long):
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full on this system")
 def test_a_full_disk_is_one_line(folder):
-    with open("/dev/full", "w") as full:
-        status, _, err = end(start("--model", folder, stdout=full))
-    assert is_one_line(status, err, os.strerror(errno.ENOSPC))
+    for mode in ([], ["--explain"], ["--trace"]):
+        with open("/dev/full", "w") as full:
+            status, _, err = end(start("--model", folder, "abc", *mode, stdout=full))
+        assert is_one_line(status, err, os.strerror(errno.ENOSPC)), mode
 
 
 def test_letters_that_a_terminal_does_not_have_are_shown_as_others(folder, program, one_line):

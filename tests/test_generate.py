@@ -88,6 +88,25 @@ def test_stream_goes_on_where_a_cache_stands(tiny):
     assert "".join(llm.stream(second, cache, len(first), 8)) == whole
 
 
+def test_a_prefill_of_more_than_a_piece_on_a_cache_equals_one_pass(tiny):
+    ids = [(7 * i) % 900 + 300 for i in range(380)]
+    for kind in llm.KINDS:
+        llm.use_kernels(kind)
+        cache = [None] * llm.N_LAYERS
+        llm.prefill(ids[:80], cache)
+        found = llm.prefill(ids[80:], cache, 80)
+        whole = llm.forward(ids, [None] * llm.N_LAYERS, 0, last_only=True)
+        assert mx.abs(found - whole).max().item() < 1e-3, kind
+
+
+def test_a_stream_that_would_outgrow_the_context_is_refused(tiny):
+    cache = [None] * llm.N_LAYERS
+    held = llm.MAX_POSITIONS - 2 - 3
+    llm.stream([300, 301], cache, held, 3)
+    with pytest.raises(ValueError, match="context"):
+        llm.stream([300, 301], cache, held, 4)
+
+
 def test_an_empty_prompt_is_refused(tiny):
     with pytest.raises(ValueError, match="empty"):
         llm.generate("")

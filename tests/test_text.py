@@ -302,3 +302,8 @@ def test_a_text_that_repeats_its_tokens_can_be_scripted(tmp_path, monkeypatch, k
         new = [i for i in random_ids(kind, rng, 12) if i not in llm.EOS_IDS and i < llm.VOCAB]
         script(monkeypatch, new)
         assert list(llm.stream(prompt, [None], 0, 40)) == list(llm.text_pieces(prompt, new))
+
+
+def test_a_piece_that_was_held_back_is_no_token_in_the_count(tmp_path, capsys):
+    llm.complete(told(tmp_path, "byte_level", "b", letters(b"\xe6")), "b", 1, 0.0, 0.95)
+    assert "Output: b\ufffd\n" in (out := capsys.readouterr().out) and "decode 0 tokens" in out
