@@ -1,5 +1,6 @@
 """What all tests share: the program to import or run, no network, one copy of every random checkpoint."""
 import functools
+import gc
 import io
 import os
 import sys
@@ -17,6 +18,9 @@ import checkpoints                                      # noqa: E402
 import llm_inference as llm                             # noqa: E402
 import numpy as np                                      # noqa: E402
 from checkpoints import CHECKPOINTS, make_checkpoint    # noqa: E402
+
+gc.freeze()                                             # what is imported stays: never look through it again
+gc.set_threshold(100_000, 50, 50)
 
 
 @pytest.fixture(scope="session")

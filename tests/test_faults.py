@@ -726,10 +726,10 @@ def test_a_reader_that_has_seen_enough_ends_it(long):
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full on this system")
 def test_a_full_disk_is_one_line(folder):
-    for mode in ([], ["--explain"], ["--trace"]):
-        with open("/dev/full", "w") as full:
-            status, _, err = end(start("--model", folder, "abc", *mode, stdout=full))
-        assert is_one_line(status, err, os.strerror(errno.ENOSPC)), mode
+    with open("/dev/full", "w") as full:
+        started = [start("--model", folder, "abc", *mode, stdout=full) for mode in ([], ["--explain"], ["--trace"])]
+        for status, _, err in map(end, started):
+            assert is_one_line(status, err, os.strerror(errno.ENOSPC))
 
 
 def test_letters_that_a_terminal_does_not_have_are_shown_as_others(folder, program, one_line):

@@ -90,7 +90,7 @@ def random_ids(kind, rng, n):
 
 # ---- Any tokens ---------------------------------------------------------------------------------------------
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(3))
 def test_the_pieces_are_the_decoded_text_without_the_prompt_s_part(kind, seed):
     rng = random.Random(seed)
     for _ in range(80):
@@ -114,7 +114,7 @@ def test_the_pieces_are_the_decoded_text_without_the_prompt_s_part(kind, seed):
             assert all(a in (b, "\ufffd") for a, b in zip(text[len(base):], joined)), (prompt, new)
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(3))
 def test_what_can_be_completed_is_held_back_and_all_else_shows_at_once(kind, seed):
     rng = random.Random(seed)
     for _ in range(60):
