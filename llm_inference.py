@@ -3,7 +3,7 @@
     python llm_inference.py "The capital of France is"
 
 A language model scores every piece of text that it knows, every token, as the one that comes next. One is
-chosen and added to the text, and the whole is done again.
+chosen and added to the text, and then the next one is scored.
 
     text --> token ids --> x: one vector per token --> 28 blocks --> x --> last norm, output matrix --> logits
          Step 1        Step 2                          Step 7              Step 8                         |
@@ -25,8 +25,8 @@ step may use one that stands further below. By default use_kernels replaces some
 faster ones; --kernels explicit computes with those that you read first.
 
 Shapes are written (rows, columns), and (16, n, 128) is 16 such matrices; n is the number of tokens in a pass:
-first all of the prompt, then one at a time. The numbers in comments are Qwen3-0.6B's. Arrays are MLX's, which
-is lazy: an expression only notes what is to be computed, and the work is done when a value is asked for.
+first those of the prompt, then one at a time. The numbers in comments are Qwen3-0.6B's. Arrays are MLX's,
+which is lazy: an expression only notes what is to be computed; the work is done when a value is asked for.
 """
 import argparse
 import codecs
@@ -82,10 +82,10 @@ THETA = 1000000                 # the base of RoPE's angles (Step 4)
 def encode(prompt):
     """A text's token ids: "The| capital| of| France| is" becomes [785, 6722, 315, 9625, 374].
 
-    A model computes with numbers, so text is cut into pieces, tokens, each of which has one. Byte pair
-    encoding starts with a word's bytes, and joins neighbours to longer pieces in a fixed order: when the
-    tokenizer was made, the most frequent pair was always joined next. So a frequent word is one token, often
-    with the space before it, and a rare word, or a rare character, is several.
+    A model computes with numbers, so text is cut into tokens, each with a number. Byte pair encoding starts
+    with a word's bytes, and joins neighbours into longer pieces, in the order in which they were joined when
+    the tokenizer was made: always the most frequent pair. So a frequent word is one token, often with the
+    space before it, and a rare word, or a rare character, is several.
     """
     return tok.encode(prompt).ids
 
@@ -107,7 +107,7 @@ def rms_norm(x, w):
     Each of the 28 blocks adds to x, so x's numbers grow from block to block. What a block reads is therefore
     a normed copy, which has the same scale in all of them; w, learned, says how much each dimension counts.
     """
-    x32 = x.astype(mx.float32)                                  # squares in 16 bits would lose digits
+    x32 = x.astype(mx.float32)                                  # in 16 bits, squares would lose digits
     normed = x32 * mx.rsqrt(mx.mean(x32 * x32, axis=-1, keepdims=True) + EPS)   # rsqrt(a) is 1 / sqrt(a)
     return normed.astype(x.dtype) * w                           # back in x's type first, as Hugging Face does
 
@@ -115,7 +115,7 @@ def rms_norm(x, w):
 # ==== Step 4: RoPE puts a token's position into its queries and keys ========================================
 # In attention (Step 5), the only step in which tokens exchange anything, three kinds of vectors are computed
 # from each token's x. A query is what the token looks for, a key is what it can be found by, and a value is
-# what it hands over. The larger the dot product of its query with a token's key, the more it takes of that
+# what it hands over. The larger the dot product of its query with any token's key, the more it takes of that
 # token's value. One vector could not be all three: what a token looks for is not what it has to offer. A
 # token has 16 queries of 128 numbers, so it looks for 16 things at once, each with a head of its own. Two
 # heads share a key and a value (Step 5), so of those it has 8.
@@ -129,8 +129,8 @@ def apply_rope(q, k, positions):
     q (16, n, 128), k (8, n, 128), positions n integers; the same shapes come back. Dimensions i and i + 64
     (i < 64) of a vector are taken as a point (x1, x2) in a plane. For the token at position p it is turned
     about the origin by the angle p * THETA^(-i/64), in radians. Pair i = 0 turns by 1 radian per token, so it
-    is back where it began after 6 tokens and can only tell near neighbours apart; pair 32 turns by 0.001, and
-    serves for distant ones. Turning two points by the same angle leaves their dot product as it is. So if a
+    is nearly back after 6 tokens and can only tell close neighbours apart; pair 32 turns by 0.001, and serves
+    for distant ones. Turning two points by the same angle leaves their dot product as it is. So if a
     query turns by a and a key by b, only a - b counts: how far apart the two tokens are.
     """
     half = D_HEAD // 2
@@ -157,10 +157,10 @@ def extend_cache(cache, layer_idx, k, v):
     """Add the keys and values of n new tokens, (8, n, 128); return those of all tokens, (8, total, 128).
 
     cache is a list with an entry for each layer: None, or (keys, values). A token's x is made from itself and
-    earlier tokens only, since attend hides the later ones. So its key and value never change, and neither
-    does its position; but all later tokens need them. They are kept: 28 layers x 2 (key and value) x 8 heads
-    x 128 = 57,344 numbers per token. Without this cache each new token would need a pass over the whole text.
-    A query is used once, by its own token, and not kept.
+    earlier tokens only, since attend hides the later ones. So its key, turned by RoPE, and its value never
+    change; but all later tokens need both. They are kept: 28 layers x 2 (key and value) x 8 heads x 128 =
+    57,344 numbers per token. Without this cache each new token would need a pass over the whole text. A query
+    is used once, by its own token, and not kept.
     """
     if cache[layer_idx] is not None:
         old_k, old_v = cache[layer_idx]
@@ -174,10 +174,10 @@ def attend(q, k, v):
 
     q (16, n, 128): queries of the n new tokens; k and v (8, total, 128): of all tokens, the new ones last.
 
-    A row of q k^T / sqrt(128) holds a token's scores s. Softmax turns it into shares e^s / (sum of all e^s):
-    none negative, the largest for the largest score, together 1. So what comes out is a weighted mean of
-    values. Why sqrt(128)? In a dot product 128 terms of either sign partly cancel, so it is some sqrt(128)
-    times as large as one of them. Undivided, the largest score would take nearly everything.
+    In each head, a row of q k^T / sqrt(128) holds a token's scores s. Softmax makes them shares e^s / (sum of
+    all e^s): none negative, the largest for the largest score, together 1. So what comes out is a weighted
+    mean of values. Why sqrt(128)? In a dot product 128 terms of either sign partly cancel, so it is some
+    sqrt(128) times as large as one of them. Undivided, the largest share would be nearly 1.
 
     Query heads 0 and 1 share key/value head 0, heads 2 and 3 share head 1, and so on: this takes half the
     cache that 16 key/value heads would, for nearly the same quality. The rows of two query heads are stacked
@@ -215,7 +215,7 @@ def attention(x, layer_idx, cache, positions):
     q = linear(x, f"{name}.q_proj.weight").reshape(-1, N_HEADS, D_HEAD).transpose(1, 0, 2)
     k = linear(x, f"{name}.k_proj.weight").reshape(-1, N_KV, D_HEAD).transpose(1, 0, 2)     # (8, n, 128)
     v = linear(x, f"{name}.v_proj.weight").reshape(-1, N_KV, D_HEAD).transpose(1, 0, 2)     # (8, n, 128)
-    # Vectors of a fixed size keep the scores small. Llamas, which this file runs as well, do without.
+    # A norm for each head keeps the scores small. Llamas, which this file runs as well, do without.
     if f"{name}.q_norm.weight" in W:
         q = rms_norm(q, W[f"{name}.q_norm.weight"])
         k = rms_norm(k, W[f"{name}.k_norm.weight"])
@@ -240,10 +240,10 @@ def silu(gate):
 def ffn(x, layer_idx):
     """down(silu(gate(x)) * up(x)), for every token by itself: (n, 1024) -> (n, 1024). Shazeer 2020.
 
-    gate, up and down are products with matrices, nearly half of all weights. up computes 3072 features of a
+    gate, up and down multiply by matrices that are nearly half of all weights. up computes 3072 features of a
     token, the gate decides how much each of them counts here, and down turns them into what is added to x.
-    Matrices alone, one after another, are only one matrix again. A product of two things that depend on x can
-    say "if".
+    Matrices alone, one after another, are only one matrix again; the gate, which x itself opens or closes,
+    adds an "if".
     """
     name = f"model.layers.{layer_idx}.mlp"
     gate = linear(x, f"{name}.gate_proj.weight")                # (n, 3072)
@@ -281,13 +281,13 @@ def nucleus(logits, temperature, top_p):
     """All token ids, the likeliest first, and the probability of drawing each: (151936,) both.
 
     Take softmax(logits / temperature), largest first. A temperature below 1 makes likely tokens likelier, one
-    above 1 evens them out. The nucleus are the fewest tokens that add up to at least top_p; they are drawn in
+    above 1 evens them out. The nucleus: the fewest whose probabilities reach top_p; they are drawn in
     proportion, all others never. Holtzman et al. 2019: each of the others is unlikely, but there are so many
     that one would be drawn now and then, and spoil all that follows.
     """
     logits = logits.astype(mx.float32)
-    temperature, top_p = max(temperature, 1e-30), max(top_p, 1e-30)     # so that float32 does not make them 0
-    probs = mx.softmax((logits - mx.max(logits)) / temperature)     # minus the largest: e^logit stays finite
+    temperature, top_p = max(temperature, 1e-30), max(top_p, 1e-30)     # 0 would mean 0 / 0, or no token
+    probs = mx.softmax(logits / temperature)
     order = mx.argsort(-probs)
     probs = probs[order]
     if top_p < 1:
@@ -310,7 +310,7 @@ def sample(logits, temperature=0.0, top_p=0.95):
 
 # ==== Step 9: the generation loop, prefill and then decode ==================================================
 def prefill(ids, cache, start_pos=0):
-    """The first pass: the ids, up to 256 at once, fill the cache; returns the last logits, (1, 151936).
+    """The first passes: the ids, 256 at once, fill the cache; returns the last logits, (1, 151936).
 
     In pieces, since the scores of a whole long text with itself would take much memory. On a terminal tqdm
     shows a bar if this takes over a second.
@@ -322,11 +322,11 @@ def prefill(ids, cache, start_pos=0):
 
 
 def next_tokens(ids, cache, start_pos=0, temperature=0.0, top_p=0.95):
-    """Yield the tokens that the model adds to ids, until it chooses one that ends the text.
+    """Yield each token that the model adds to ids, and a check, until it chooses one that ends the text.
 
     After prefill comes decode: every pass takes one token, and finds the keys and values of all others in the
-    cache. start_pos: how many tokens the cache holds before ids (in a chat, earlier turns). Each token comes
-    with the largest absolute logit, for stream (below) to check that it is a finite number.
+    cache. start_pos: how many tokens the cache holds before ids (in a chat, earlier turns). The check is the
+    largest absolute logit: damaged weights can make it infinite or NaN, and stream (below) reports that.
     """
     logits, pos = prefill(ids, cache, start_pos), start_pos + len(ids)          # score
     while True:
@@ -340,8 +340,8 @@ def next_tokens(ids, cache, start_pos=0, temperature=0.0, top_p=0.95):
 def generate(prompt, max_tokens=100, temperature=0.0, top_p=0.95):
     """The prompt and its continuation by up to max_tokens tokens, as one text.
 
-    stream, below, runs next_tokens, here on an empty cache, and turns the tokens into text as they are made,
-    with tok.decode, the opposite of encode. Raises ValueError as stream does.
+    stream, below, takes max_tokens from next_tokens, here on an empty cache, and makes text of them with
+    tok.decode, the opposite of encode. Raises ValueError as stream does.
     """
     return prompt + "".join(stream(encode(prompt), [None] * N_LAYERS, 0, max_tokens, temperature, top_p))
 
@@ -436,7 +436,8 @@ def numpy_rms_norm(x, w):
     """rms_norm. einsum adds up x_i * x_i without an array for the squares."""
     x = np.asarray(x)
     mean = np.einsum("...i,...i->...", x, x)[..., None] / np.float32(x.shape[-1])
-    return x * (1 / np.sqrt(mean + np.float32(EPS))) * np.asarray(w)
+    out = x * (1 / np.sqrt(mean + np.float32(EPS)))
+    return np.multiply(out, np.asarray(w), out=out)             # no second array
 
 
 def numpy_apply_rope(q, k, positions):

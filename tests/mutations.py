@@ -118,7 +118,7 @@ MUTATIONS = {
     "top-p keeps one token too many": ("nucleus", "likelier < top_p", "likelier - mx.pad(probs[:-1], (1, 0)) < top_p"),
     "top-p cuts before sorting": ("nucleus", "probs = probs[order]", "pass"),
     "temperature after the softmax": (
-        "nucleus", "mx.softmax((logits - mx.max(logits)) / temperature)", "mx.softmax(logits) / temperature"),
+        "nucleus", "mx.softmax(logits / temperature)", "mx.softmax(logits) / temperature"),
     "temperature multiplies": ("nucleus", "/ temperature)", "* temperature)"),
     "the place in the sorted order returned as the token": (
         "sample", "order[mx.random.categorical(mx.log(probs))]", "mx.random.categorical(mx.log(probs))"),
