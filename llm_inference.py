@@ -130,8 +130,8 @@ def apply_rope(q, k, positions):
     (i < 64) of a vector are taken as a point (x1, x2) in a plane. For the token at position p it is turned
     about the origin by the angle p * THETA^(-i/64), in radians. Pair i = 0 turns by 1 radian per token, so it
     is nearly back after 6 tokens and can only tell close neighbours apart; pair 32 turns by 0.001, and serves
-    for distant ones. Turning two points by the same angle leaves their dot product as it is. So if a
-    query turns by a and a key by b, only a - b counts: how far apart the two tokens are.
+    for distant ones. Turning two points by the same angle leaves their dot product as it is. So if a query
+    turns by a and a key by b, only a - b counts: how far apart the two tokens are.
     """
     half = D_HEAD // 2
     freqs = THETA ** (-mx.arange(half, dtype=mx.float32) / half)                # (64,) radians per token
@@ -423,7 +423,8 @@ def numpy_linear(x, name):
     """
     x, w = np.asarray(x), np.asarray(W[name])
     out = (w @ x.T).T if 1 < len(x) <= 32 else x @ w.T
-    if name == "lm_head.weight":                                # or else mx.array can lose a Ctrl-C
+    if name == "lm_head.weight":
+        # mx.array of a NumPy array can lose a Ctrl-C that comes meanwhile; of a memoryview it does not
         return as_logits(mx.array(memoryview(np.ascontiguousarray(out))), *W.values())
     return out
 
@@ -670,7 +671,8 @@ def chat(questions, system=None, think=False, max_tokens=1000, temperature=0.0, 
     for question in questions:
         try:
             refuse(not question.strip(), "the question is empty")
-            refuse(re.fullmatch("(?s)<tool_response>.*</tool_response>", question), "this is a tool response")
+            refuse(re.fullmatch("(?s)<tool_response>.*</tool_response>", question),
+                   "a whole <tool_response> is no question to Qwen3's template")
             turn = turn_ids("user", question)
             fits = len(said + turn + opening) + max_tokens <= MAX_POSITIONS
             check_prompt((said if fits else start) + turn + opening, max_tokens)
@@ -1015,7 +1017,8 @@ def read_weights(folder, config):
     paths, index, stored = [folder / "model.safetensors"], folder / "model.safetensors.index.json", {}
     if index.exists() and not paths[0].exists():
         shards = read_json(index).get("weight_map")
-        paths = [folder / name for name in {*map(str, shards.values())}] if type(shards) is dict else []
+        shards = shards.values() if type(shards) is dict else ()
+        paths = [folder / name for name in sorted({*map(str, shards)})]         # the same order in every run
     for path in paths:
         try:
             found = mx.load(str(path), format="safetensors")
@@ -1186,7 +1189,7 @@ def parse_arguments():
     add("--system", metavar="TEXT", help="what the model is told before a chat")
     add("--think", action="store_true", help="let the model think before it answers in a chat")
     mode("--explain", action="store_true", help="show what happens to the prompt in each of the nine steps")
-    mode("--trace", action="store_true", help="show each call of the functions in one decode step")
+    mode("--trace", action="store_true", help="show each call of the functions in one decode pass")
     args, others = parser.parse_known_args()
     if len(others) == 1 and args.prompt is None and others[0][:2] != "--":      # "-5" can't be an option
         args.prompt, others = others[0], []
