@@ -141,8 +141,8 @@ MUTATIONS = {
         "fused_next_tokens", "start_pos + len(ids)", "start_pos + len(ids) + 1"),
     "fused: only the first end token ends the text": ("fused_next_tokens", "in EOS_IDS", "== min(EOS_IDS)"),
     # ---- numpy
-    "numpy: the next id's row of the embedding": ("numpy_embed", "np.asarray(ids)", "(np.asarray(ids) + 1)"),
-    "numpy: product of a few rows not turned back": ("numpy_linear", "(w @ x.T).T", "w @ x.T"),
+    "numpy: the next id's row of the embedding": ("numpy_embed", "np.asarray(token_ids)", "(np.asarray(token_ids) + 1)"),
+    "numpy: product not turned back": ("numpy_linear", "np.asarray(x).T).T", "np.asarray(x).T)"),
     "numpy: norm without its square root": ("numpy_rms_norm", "np.sqrt(mean + np.float32(EPS))",
                                             "(mean + np.float32(EPS))"),
     "numpy: norm with EPS 1e-2": ("numpy_rms_norm", "np.float32(EPS)", "np.float32(1e-2)"),
@@ -168,7 +168,7 @@ MUTATIONS = {
     "numpy: a cache that grows forgets what it held": (
         "numpy_extend_cache", "values[:, :length] = old", "values[:, :length] = old[0], 0 * old[1]"),
     "numpy: two texts write into one cache": ("numpy_extend_cache", " or length < written[0]", ""),
-    "numpy: SiLU with the sign turned": ("numpy_silu", "np.minimum(-row, 88)", "np.minimum(row, 88)"),
+    "numpy: SiLU with the sign turned": ("numpy_silu", "np.exp(-part)", "np.exp(part)"),
 }
 
 
