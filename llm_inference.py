@@ -29,12 +29,9 @@ first those of the prompt, then one at a time. The numbers in comments are Qwen3
 which is lazy: an expression only notes what is to be computed; the work is done when a value is asked for.
 """
 import argparse
-import codecs
 import contextlib
-import functools
 import hashlib
 import importlib.util
-import itertools
 import json
 import math
 import os
@@ -46,7 +43,7 @@ from pathlib import Path
 
 # If one of these is missing: pip install "mlx[cpu]" tokenizers numpy (tokenizers brings tqdm)
 import mlx.core as mx
-from tokenizers import Tokenizer, pre_tokenizers
+from tokenizers import Tokenizer
 from tqdm import tqdm
 
 if importlib.util.find_spec("numpy"):   # optional: on a CPU it multiplies faster than MLX
@@ -348,10 +345,10 @@ def generate(prompt, max_tokens=100, temperature=0.0, top_p=0.95):
 
 # ==== The same, faster ======================================================================================
 # Three sets of functions compute the same numbers, except for rounding: the "explicit" ones of the steps, and
-# the two sets here. use_kernels puts one of them in place. The fused set can also work with packed matrices,
-# rounded to a few bits (unpack, in the section on loading, makes them): such an entry of W is a tuple (w,
-# scales, biases, {"group_size", "bits"}). An entry of the cache has 2, 3 or 4 parts, by the set that made it,
-# so a cache that another set has filled ends in a ValueError and not in wrong numbers.
+# "fused" and "numpy" here. use_kernels puts one set in place. Only the fused set can compute with matrices
+# that load_model has left packed, a few bits for each number: such an entry of W is a tuple (w, scales,
+# biases, {"group_size", "bits"}). An entry of the cache has 2 parts in the explicit set, 3 in the fused and 4
+# in the numpy set. So a set that gets a cache which another one has filled raises a ValueError.
 #
 # ---- "fused", for a GPU: a kernel is a program that runs on the GPU. Each takes a while to start, so a few
 # large ones, which MLX has ready, are faster than many small ones.
@@ -382,7 +379,7 @@ def fused_extend_cache(cache, layer_idx, k, v):
     keys, values, length = cache[layer_idx] or (k[:, :0], v[:, :0], 0)
     total = length + k.shape[1]
     if total > keys.shape[1]:
-        room = [(0, 0), (0, -(-total // 256) * 256 - length), (0, 0)]           # rounded up to 256 tokens
+        room = [(0, 0), (0, math.ceil(total / 256) * 256 - length), (0, 0)]     # to a multiple of 256 tokens
         keys, values = mx.pad(keys[:, :length], room), mx.pad(values[:, :length], room)
     keys = mx.slice_update(keys, k, mx.array([length]), axes=[1])
     values = mx.slice_update(values, v, mx.array([length]), axes=[1])
@@ -401,10 +398,10 @@ def fused_next_tokens(ids, cache, start_pos=0, temperature=0.0, top_p=0.95):
 
     So the GPU does not have to wait for Python. When the text ends, one pass too many has been queued.
     """
-    logits = prefill(ids, cache, start_pos)
-    for pos in itertools.count(start_pos + len(ids)):
+    logits, pos = prefill(ids, cache, start_pos), start_pos + len(ids)
+    while True:
         token, largest = sample(logits[-1], temperature, top_p), mx.max(mx.abs(logits))
-        logits = forward(token[None], cache, pos)
+        logits, pos = forward(token[None], cache, pos), pos + 1
         mx.async_eval(token, largest, logits)
         if token.item() in EOS_IDS:
             return
@@ -413,8 +410,7 @@ def fused_next_tokens(ids, cache, start_pos=0, temperature=0.0, top_p=0.95):
 
 # ---- "numpy", for a CPU: NumPy multiplies matrices with all cores and with the processor's vector
 # instructions, MLX's Linux wheel does not. And a small operation takes NumPy 1 to 2 microseconds where MLX
-# takes 20 to 40. np.asarray of an MLX array is a view of it, so W is never copied. NumPy's results have no
-# gradients. They would silently be 0: as_logits gets W only so that asking for one raises a ValueError.
+# takes 20 to 40. np.asarray of an MLX array is a view of it, so W is never copied.
 def numpy_embed(token_ids):
     """embed, column by column in memory, as numpy_linear leaves x."""
     return np.asfortranarray(np.asarray(W["model.embed_tokens.weight"])[np.asarray(token_ids)])
@@ -423,8 +419,8 @@ def numpy_embed(token_ids):
 def numpy_linear(x, name):
     """linear as (w @ x.T).T. For x @ w.T, BLAS, NumPy's library, would first copy w into another order.
 
-    So the numbers of the result lie column by column in memory. NumPy's operations keep that order, and the
-    next product is faster for it: a tenth of a prefill. One row is a product of w with a vector.
+    So the result lies column by column in memory. NumPy's operations keep that order, which makes the next
+    product faster, too: a prefill takes a tenth less time. If x is one row, w is multiplied with a vector.
     """
     out = (np.asarray(W[name]) @ np.asarray(x).T).T
     if name == "lm_head.weight":
@@ -433,6 +429,8 @@ def numpy_linear(x, name):
     return out
 
 
+# MLX does not see what NumPy computes: it would say that every gradient is 0. So as_logits, which only hands
+# the logits on, is given all weights, and if somebody asks for a gradient (vjp), it raises a ValueError.
 as_logits = mx.custom_function(lambda logits, *weights: logits)
 as_logits.vjp(lambda *_: refuse(True, 'the "numpy" functions have no gradients: use_kernels("explicit") has'))
 
@@ -441,8 +439,7 @@ def numpy_rms_norm(x, w):
     """rms_norm. einsum adds up x_i * x_i without an array for the squares."""
     x = np.asarray(x)
     mean = np.einsum("...i,...i->...", x, x)[..., None] / np.float32(x.shape[-1])
-    out = x * (1 / np.sqrt(mean + np.float32(EPS)))
-    return np.multiply(out, np.asarray(w), out=out)             # no second array
+    return x * (1 / np.sqrt(mean + np.float32(EPS))) * np.asarray(w)
 
 
 def numpy_apply_rope(q, k, positions):
@@ -458,8 +455,8 @@ def numpy_apply_rope(q, k, positions):
 def numpy_extend_cache(cache, layer_idx, k, v):
     """extend_cache with free rows for 256 more tokens: an entry is (keys, values, length, [rows written]).
 
-    Entries that were made from one another share their arrays and the list. If more rows are written than
-    this entry's length, another text has gone on from here, and its rows must stay: the arrays are copied.
+    A copied cache shares the arrays, and the list, which says how many of their rows are in use. If these are
+    more than this entry's length, another text has gone on from here. Its rows must stay, so copies are made.
     """
     keys, values, length, written = cache[layer_idx] or (k[:, :0], v[:, :0], 0, [0])
     total = length + k.shape[1]
@@ -473,11 +470,11 @@ def numpy_extend_cache(cache, layer_idx, k, v):
 
 
 def numpy_attend(q, k, v):
-    """attend, one key/value head after another, so that one buffer holds the scores of each.
+    """attend, one key/value head after another: they all write their scores into the same buffer.
 
-    The mask touches only the new tokens' columns. Scaling q and dividing the result by the sum take less work
-    than doing both with the scores, of which a long text has more. With one token, a head's product is that
-    of a matrix with a vector.
+    The mask is added to the new tokens' columns only. A long text has more scores than q and the result have
+    numbers: so q is scaled, and the result is divided by the sum. The queries of a single new token are
+    multiplied one by one: a matrix with a vector is faster.
     """
     n, total = q.shape[1], k.shape[1]
     q = np.asarray(q).reshape(N_KV, -1, D_HEAD) * np.float32(D_HEAD ** -0.5)
@@ -517,7 +514,7 @@ KERNELS = {                     # three versions of each function, in that order
     "apply_rope": (apply_rope, fused_apply_rope, numpy_apply_rope),
     "extend_cache": (extend_cache, fused_extend_cache, numpy_extend_cache),
     "attend": (attend, fused_attend, numpy_attend),
-    "silu": (silu, lambda gate: gate * mx.sigmoid(gate), numpy_silu),   # it rounds twice in 16 bits
+    "silu": (silu, lambda gate: gate * mx.sigmoid(gate), numpy_silu),   # fused: rounds twice in 16 bits
     "next_tokens": (next_tokens, fused_next_tokens, next_tokens)}
 
 
@@ -531,9 +528,9 @@ def use_kernels(kind):
     refuse(kind not in KINDS or kind == "numpy" and "np" not in globals(), f"there are no {kind!r} kernels")
     refuse(kind != "fused" and any(type(w) is tuple for w in W.values()), "packed weights need fused kernels")
     kernels = kind                                              # for load_model, which calls this again
-    plain = kind == "numpy" and any(w.dtype != mx.float32 for w in W.values())
-    chosen = 0 if plain else KINDS.index(kind)
-    globals().update({name: versions[chosen] for name, versions in KERNELS.items()})
+    if kind == "numpy" and any(w.dtype != mx.float32 for w in W.values()):
+        kind = "explicit"
+    globals().update({name: versions[KINDS.index(kind)] for name, versions in KERNELS.items()})
 
 
 use_kernels("fused" if mx.default_device() == mx.gpu else "numpy" if "np" in globals() else "explicit")
@@ -543,13 +540,13 @@ use_kernels("fused" if mx.default_device() == mx.gpu else "numpy" if "np" in glo
 # A token can hold half a character: an emoji has 4 bytes, and may come as 3 tokens. Decoded too early, it is
 # U+FFFD, the sign for damaged text. So what may still become a character waits. Tokenizers like Qwen3's name
 # a token by a letter for each byte: chr(byte), or if that is not printable, one of chr(256), chr(257), ...
-UNPRINTABLE = sorted(set(range(256)) - set(map(ord, pre_tokenizers.ByteLevel.alphabet())))
+UNPRINTABLE = [*range(33), *range(127, 161), 173]               # blanks, control characters, the soft hyphen
 
 
 def bytes_of(token_id):
     """The UTF-8 bytes that a token adds to a text: maybe parts of characters, none for a special token."""
-    piece, once = tok.id_to_token(token_id) or "", tok.decode([token_id])
-    text = tok.decode([token_id, token_id])[len(once):]         # once more: some drop a text's first space
+    piece = tok.id_to_token(token_id) or ""                     # its name; an id without a token has none
+    text = tok.decode([token_id] * 2).removeprefix(tok.decode([token_id]))      # the first may lose its space
     if "\ufffd" not in text or "\ufffd" in piece:               # whole characters; U+FFFD may be one of them
         return text.encode()
     if piece.startswith("<0x"):                                 # in tokenizers like Llama 2's: "<0xE6>"
@@ -559,10 +556,10 @@ def bytes_of(token_id):
 
 def whole_text(ids):
     """The text of some tokens, without a character at its end that later tokens may still complete."""
-    data = b"".join(map(bytes_of, ids[-8:]))                    # 4 would do, but for tokens without bytes
-    _, used = codecs.utf_8_decode(data, "replace", False)       # it stops before bytes that may be completed
-    inside = len(data[used:].decode(errors="replace")) == 1     # one U+FFFD: unfinished; two: never completed
-    return tok.decode(ids).rstrip("\ufffd") if inside else tok.decode(ids)
+    text, data = tok.decode(ids), b"".join(map(bytes_of, ids[-8:]))     # 4 would do if all tokens had bytes
+    # A character's later bytes are 0x80 to 0xBF: if the first or the last of them adds no sign, one was open
+    now, *later = (len((data + more).decode(errors="replace")) for more in (b"", b"\x80", b"\xbf"))
+    return text.rstrip("\ufffd") if now in later else text
 
 
 def text_pieces(prompt_ids, new_ids):
@@ -570,12 +567,11 @@ def text_pieces(prompt_ids, new_ids):
 
     Joined, the pieces are the text of all tokens without the prompt's. All are decoded every time (0.5 ms for
     1,000), since a token's text can depend on its neighbours: in tokenizers like Llama 2's a wrong byte turns
-    good ones before it into U+FFFD. What was shown then stays, and the rest follows after as many characters.
+    good ones before it into U+FFFD. Shown text can't change: the next piece begins after as many characters.
     """
     ids, base = list(prompt_ids), tok.decode(prompt_ids)
-    # The longest part of the prompt that does not end inside a character counts as shown
-    whole = next(i for i in range(len(ids), -1, -1) if whole_text(ids[:i]) == tok.decode(ids[:i]))
-    shown = len(tok.decode(ids[:whole]))                        # a number of characters
+    # A number of characters. One cut off at the prompt's end can spoil those before it: look before it, too
+    shown = max(len(whole_text(ids[:i])) for i in range(max(0, len(ids) - 8), len(ids) + 1))
     for token in new_ids:
         ids.append(token)
         text = whole_text(ids)
@@ -589,14 +585,14 @@ def text_pieces(prompt_ids, new_ids):
 
 
 def stream(ids, cache, start_pos=0, max_tokens=100, temperature=0.0, top_p=0.95):
-    """An iterator over the texts of the tokens that the model adds to ids, after start_pos tokens in cache.
+    """An iterator over the texts of up to max_tokens tokens that the model adds to ids.
 
-    Up to max_tokens pieces, as in text_pieces, and one more if something was held back. Raises ValueError as
-    check_prompt does, or if logits are not finite.
+    cache holds the start_pos tokens before ids. As in text_pieces, one more piece may follow, with what was
+    held back. Raises ValueError as check_prompt does, or if logits are not finite.
     """
     check_prompt(ids, start_pos + max_tokens)
-    new = itertools.islice(next_tokens(ids, cache, start_pos, temperature, top_p), max_tokens)
-    return text_pieces(ids, (check_finite(token, largest) for token, largest in new))
+    new = zip(range(max_tokens), next_tokens(ids, cache, start_pos, temperature, top_p))
+    return text_pieces(ids, (check_finite(token, largest) for _, (token, largest) in new))
 
 
 def check_prompt(ids, max_tokens):
@@ -612,9 +608,9 @@ def check_prompt(ids, max_tokens):
 def check_finite(value, number):
     """Returns the value. Raises ValueError, naming a weight that is not finite, if the number is not."""
     if not math.isfinite(number):
-        parts = [(name, part) for name, w in W.items() for part in (w[1:3] if type(w) is tuple else (w,))]
-        bad = [name for name, part in parts if not mx.isfinite(part).all()]
-        raise ValueError(f"the logits are not finite; neither is {[*bad, 'a step on the way'][0]}")
+        bad = [name for name, w in W.items() for part in (w[1:3] if type(w) is tuple else [w])
+               if not mx.isfinite(part).all()]
+        raise ValueError(f"the logits are not finite; neither is {bad[0] if bad else 'a step on the way'}")
     return value
 
 
@@ -626,9 +622,9 @@ CHAT_FORMS = ("a55ee1b1660128b7098723e0abcd92caa0788061051c62d51cbe87d9cf1974d8"
 
 
 def check_chat_form(folder):
-    """Say on stderr if a model's chat template is a different one. Raises ValueError if it can't chat."""
+    """Say on stderr if a model's chat template is not Qwen3's. Raises ValueError if the model can't chat."""
     refuse(tok.token_to_id("<|im_end|>") not in EOS_IDS, "--chat needs a model that ends turns in <|im_end|>")
-    # By U+2581 tokenizers like Llama 2's mark a space, also one that they put before a text
+    # Llama 2's tokenizer puts a space (U+2581) before a text: here before each part of a turn, so too many
     refuse("\u2581" in "".join(tok.encode("a", add_special_tokens=False).tokens),
            "--chat needs a tokenizer that does not mark the beginning of a text")
     file, config = folder / "chat_template.jinja", folder / "tokenizer_config.json"
@@ -640,7 +636,7 @@ def check_chat_form(folder):
 
 
 def ids_of(text, typed=False):
-    """Token ids of a part of the template, or of typed text, in which "<|im_end|>" is ordinary text."""
+    """Token ids of a part of the template, or, if typed, of a text in which "<|im_end|>" means nothing."""
     refuse(re.search("[\ud800-\udfff]", text), "this is not UTF-8 text")        # how Python reads bad bytes
     tok.encode_special_tokens = typed                           # True: special tokens are spelled like others
     return tok.encode(text, add_special_tokens=False).ids
@@ -663,10 +659,10 @@ def typed_lines():
 def chat(questions, system=None, think=False, max_tokens=1000, temperature=0.0, top_p=0.95):
     """Print an answer to each of the questions, as turns of one conversation. False if one was refused.
 
-    Without think an answer begins with an empty thought, so the model does not think. Thoughts are not kept,
-    as in Qwen3's own template: the answer goes into a copy of the cache, which is dropped, and its text
-    without the thought is computed again together with the next question. At a terminal Ctrl-C stops an
-    answer, and what was shown stays part of the conversation.
+    Without think the model is given an empty thought to begin with, so it does not think. Thoughts are not
+    kept, as in Qwen3's own template: an answer goes into a copy of the cache, which is then dropped. With the
+    next question the answer's text, without its thought, is computed again. At a terminal Ctrl-C stops an
+    answer, and what was shown of it stays part of the conversation.
     """
     thought = "" if think or tok.token_to_id("<think>") is None else "<think>\n\n</think>\n\n"
     opening = ids_of(f"<|im_start|>assistant\n{thought}")
@@ -677,7 +673,7 @@ def chat(questions, system=None, think=False, max_tokens=1000, temperature=0.0, 
     for question in questions:
         try:
             refuse(not question.strip(), "the question is empty")
-            refuse(re.fullmatch("(?s)<tool_response>.*</tool_response>", question),
+            refuse(question.startswith("<tool_response>") and question.endswith("</tool_response>"),
                    "a whole <tool_response> is no question to Qwen3's template")
             turn = turn_ids("user", question)
             fits = len(said + turn + opening) + max_tokens <= MAX_POSITIONS
@@ -692,8 +688,8 @@ def chat(questions, system=None, think=False, max_tokens=1000, temperature=0.0, 
         said, cache, answer = said + turn, list(kept), ""
         try:
             prefill(said[held:], cache, held)
-            kept, held = list(cache), len(said)
-            for piece in stream(opening, cache, held, max_tokens, temperature, top_p):
+            kept, held = cache, len(said)
+            for piece in stream(opening, list(kept), held, max_tokens, temperature, top_p):
                 answer += piece
                 piece = piece.replace("<think>", dim + "<think>").replace("</think>", "</think>" + plain)
                 print(piece, end="", flush=True)
@@ -712,16 +708,17 @@ WATCHED = ["embed", "rms_norm", "apply_rope", "extend_cache", "attend", "attenti
 
 
 def watch(run):
-    """Call run(); functions in WATCHED are wrapped meanwhile to record [depth, name, arguments, result]."""
+    """Call run(); return its calls of functions in WATCHED, each as [depth, name, arguments, result]."""
     calls, functions = [], {name: globals()[name] for name in WATCHED}
 
     def watched(name, *args, **options):
-        call = [sum(len(c) == 3 for c in calls), name, args]    # as deep as calls have no 4th part, a result
+        call = [sum(len(c) == 3 for c in calls), name, args]    # depth: how many calls have no result yet
         calls.append(call)
         call.append(functions[name](*args, **options))
         return call[-1]
 
-    globals().update({name: functools.partial(watched, name) for name in WATCHED})
+    globals().update({name: lambda *args, name=name, **options: watched(name, *args, **options)
+                      for name in WATCHED})
     try:
         run()
     finally:
@@ -748,7 +745,7 @@ def trace(prompt):
 
 
 # ==== Looking inside: the nine steps on your own prompt, with --explain =====================================
-# A step's number and function, and a regex for the weights that it reads: "" matches all names, "-" none
+# {a step's number and function: a text that is in the names of all weights it reads}; "-" is in no name
 STEPS = {"2 embed": "embed", "3 rms_norm": "norm", "4 apply_rope": "-", "5 attention": "self_attn",
          "6 ffn": "mlp", "7 transformer_block": "layers", "8 linear": "lm_head", "8 forward": "",
          "8 sample": "-"}
@@ -772,9 +769,9 @@ def bar(share, width=16):
     return f"{'#' * round(width * share):{width}} {share:.4f}"
 
 
-def show(title, look, heading, rows):
-    """Print a title, bold on a terminal, what to look for, a heading over the columns, and rows of text."""
-    print(f"\n{terminal_code(1)}{title}{terminal_code(0)}", look, *[heading] * bool(heading), *rows, sep="\n")
+def show(title, look, *lines):
+    """Print a title, bold on a terminal, what to look for, and the lines: text, or a heading and its rows."""
+    print(f"\n{terminal_code(1)}{title}{terminal_code(0)}", look, *lines, sep="\n")
 
 
 def show_costs(seen, n, speed):
@@ -784,46 +781,47 @@ def show_costs(seen, n, speed):
     numbers. A step's share includes the steps that it calls.
     """
     kv_bytes = sum(k.nbytes + v.nbytes for (_, k, v), _ in seen["attend"]) // n
-    parts = {name: (w.size * (w.ndim - 1), w.nbytes) for name, w in W.items()}      # none for a norm's vector
-    parts["model.embed_tokens.weight"] = (0, W["model.embed_tokens.weight"][0].nbytes)      # a row is read
-    # The cache is not in W; this name is matched by the patterns for attention and for all blocks
-    parts["layers: self_attn, cache"] = (2 * N_LAYERS * N_HEADS * D_HEAD * (n + 1), kv_bytes * (n + 1))
-    costs = {step: [sum(c) for c in zip((0, 0), *[parts[name] for name in parts if re.search(regex, name)])]
-             for step, regex in STEPS.items()}
-    (adds, read), (cache_adds, _) = costs["8 forward"], parts["layers: self_attn, cache"]
+    # {weight: (multiply-adds, bytes read)}: a norm's vector takes no multiply-adds, the embedding gives a row
+    work = {name: (w.size * (w.ndim - 1), w.nbytes) for name, w in W.items()}
+    work["model.embed_tokens.weight"] = (0, W["model.embed_tokens.weight"][0].nbytes)
+    # The cache, which is no weight, gets a name that STEPS finds for attention, for blocks and for forward
+    work["layers, self_attn: cache"] = (2 * N_LAYERS * N_HEADS * D_HEAD * (n + 1), kv_bytes * (n + 1))
+    costs = {step: [sum(column) for column in zip((0, 0), *[work[name] for name in work if part in name])]
+             for step, part in STEPS.items()}
+    (adds, read), (cache_adds, _) = costs["8 forward"], work["layers, self_attn: cache"]
     show("Steps 2 to 8: the shapes of the prompt's pass; each step's share of the work for the next token",
          "Look at how little norm, RoPE and embedding cost: nearly all is products with matrices.",
          f"{'step':19} {'shapes in':29} {'shapes out':28} {'mul-adds':>8} {'bytes':>8}",
-         [f"{step:19} {shapes_of(args[:2]):29} {shapes_of(result):28} {a / adds:8.2%} {b / read:8.2%}"
-          for step, (a, b) in costs.items() for args, result in seen[step[2:]][-1:]])
+         *[f"{step:19} {shapes_of(args[:2]):29} {shapes_of(result):28} {a / adds:8.2%} {b / read:8.2%}"
+           for step, (a, b) in costs.items() for args, result in seen[step[2:]][-1:]])
     stored = {id(w): w for w in W.values()}.values()            # tied: one array under two names
-    show("What the next token costs", "Look at the last line: all is read, so memory sets the pace.", "", [
-        f"{sum(w.size for w in stored):,} parameters, {sum(w.nbytes for w in stored):,} bytes of weights",
-        f"{kv_bytes:,} bytes of KV cache; {kv_bytes * N_HEADS // N_KV:,} if each query head had its own",
-        f"{adds - cache_adds:,} multiply-adds with weights, {cache_adds:,} with the cache",
-        f"{read:,} bytes read: {speed:.1f} tokens/s ask for {read * speed / 1e9:.2f} GB/s"])
+    show("What the next token costs", "Look at the last line: all is read, so memory sets the pace.",
+         f"{sum(w.size for w in stored):,} parameters, {sum(w.nbytes for w in stored):,} bytes of weights",
+         f"{kv_bytes:,} bytes of KV cache; {kv_bytes * N_HEADS // N_KV:,} if each query head had its own",
+         f"{adds - cache_adds:,} multiply-adds with weights, {cache_adds:,} with the cache",
+         f"{read:,} bytes read: {speed:.1f} tokens/s ask for {read * speed / 1e9:.2f} GB/s")
 
 
 def show_layers(ids, seen):
-    """Print for each layer where the last token looks, and the "logit lens": the answer if it ended there."""
+    """Print for each layer where the last token looks, and the answer if no layer followed ("logit lens")."""
     n, shades = len(ids), " .:-=+*#%@"
-    columns = list(range(n)) if n <= 24 else [*range(4), *range(n - 20, n)]
+    columns = sorted({*range(n)[:4], *range(n)[-20:]})          # all, if there are up to 24
     width = 2 if n <= 12 else 1
     x = mx.concatenate([mx.array(x[-1:]) for _, x in seen["transformer_block"]])    # (28, 1024)
     logits = linear(rms_norm(x, W["model.norm.weight"]), "lm_head.weight")
     lens = mx.softmax(logits.astype(mx.float32), axis=-1)                           # (28, 151936)
     rows = [" " * 9 + "|".ljust(width) * column + spell(ids[i]) for column, i in enumerate(columns)]
     for layer, ((q, k, _), _) in enumerate(seen["attend"]):
-        # value i is 1 in place i and 0 elsewhere, so what comes out are the weights: (16, n)
-        weights = mx.array(attend(q[:, -1:], k, mx.stack([mx.eye(n)] * N_KV)))[:, 0]
-        largest, head = mx.max(weights, axis=0).tolist(), mx.argmax(mx.max(weights, axis=-1)).item()
+        # Value i is 1 in place i and 0 elsewhere, so the weighted mean of values is the shares: (16, n)
+        shares = mx.array(attend(q[:, -1:], k, mx.stack([mx.eye(n)] * N_KV)))[:, 0]
+        largest, head = mx.max(shares, axis=0).tolist(), mx.argmax(mx.max(shares, axis=-1)).item()
         strip = "".join(shades[round(9 * largest[i])] * width for i in columns)
         said = mx.argmax(lens[layer]).item()
         rows.append(f"layer {layer:2} {strip} {head:5}  {bar(lens[layer, said].item(), 12)} {spell(said)}")
     show("Steps 5 and 7: in each layer, where the last token looks, and the answer if the model ended there",
          "Look at which token is dark where the answer appears"
          + ("; idle heads look at the first token." if n <= 24 else ". Shown: the first 4 and the last 20."),
-         f"{'':9}{'looks at':{width * len(columns)}} {'head':>5}  {'probability of':19} next token", rows)
+         f"{'':9}{'looks at':{width * len(columns)}} {'head':>5}  {'probability of':19} next token", *rows)
 
 
 def explain(prompt):
@@ -835,20 +833,19 @@ def explain(prompt):
            f"--explain needs weights that are not packed, and up to 256 tokens: here are {n}")
     calls = watch(lambda: sample(prefill(mx.array(ids), cache)[-1]))
     seen = {name: [call[2:] for call in calls if call[1] == name] for name in WATCHED}
-    longer, by_cache, start = list(ids), [seen["forward"][0][1][-1]], time.perf_counter()
-    check_finite(ids, mx.max(mx.abs(by_cache[0])).item())
+    longer, first, start = list(ids), seen["forward"][0][1][-1], time.perf_counter()
+    by_cache = [check_finite(first, mx.max(mx.abs(first)).item())]
     for pos in range(n, n + 8):
         longer.append(sample(by_cache[-1]).item())
         by_cache.append(forward(longer[-1:], cache, pos)[-1])
     mx.eval(by_cache)
     speed = 8 / (time.perf_counter() - start)
 
-
     show("Step 1: the prompt's tokens", "Look at the spaces: they belong to the word that follows.",
-         "position       id  text or bytes", [f"{i:8} {t:8}  {spell(t)}" for i, t in enumerate(ids)])
+         "position       id  text or bytes", *[f"{i:8} {t:8}  {spell(t)}" for i, t in enumerate(ids)])
     show_costs(seen, n, speed)
 
-    turn = [180 / math.pi * THETA ** (-pair / half) for pair in (0, half // 2, half - 1)]
+    turn = [math.degrees(THETA ** (-pair / half)) for pair in (0, half // 2, half - 1)]
     q, k = (mx.repeat(mx.array(x)[:1, -1:].astype(mx.float32), n + 101, axis=1)
             for x in seen["apply_rope"][-1][0][:2])
     q, k = map(mx.array, apply_rope(q, k, mx.arange(n + 101)))  # one query and one key, at every position
@@ -856,23 +853,23 @@ def explain(prompt):
     show("Step 4: how far RoPE turns, in degrees, and a query times a key that stand 1 and 4 tokens apart",
          "Look at the last two columns: the position changes nothing, only the distance does.",
          "position   first pair  middle pair    last pair   1 apart   4 apart",
-         [f"{i:8} " + " ".join(f"{i * t:12.6g}" for t in turn) + f" {qk1[i]:9.3f} {qk4[i]:9.3f}"
-          for i in [*range(n), n + 96]])                        # and a place far away
+         *[f"{i:8} " + " ".join(f"{i * t:12.6g}" for t in turn) + f" {qk1[i]:9.3f} {qk4[i]:9.3f}"
+           for i in [*range(n), n + 96]])                        # and a place far away
     show_layers(ids, seen)
 
     (order, probs), (_, kept) = nucleus(by_cache[0], 1, 1), nucleus(by_cache[0], 0.7, 0.95)
     show(f"Step 8: the likeliest next tokens; at temperature 0.7 top-p 0.95 keeps {mx.sum(kept > 0).item()}",
          "Look at how temperature and top-p sharpen the choice.",
          f"{'id':>8} {'probability':23} {'at 0.7 and 0.95':23} token",
-         [f"{i:8} {bar(p)} {bar(q)} {spell(i)}"
-          for i, p, q in zip(*[x[:5].tolist() for x in (order, probs, kept)])])
+         *[f"{i:8} {bar(p)} {bar(q)} {spell(i)}"
+           for i, p, q in zip(*[x[:5].tolist() for x in (order, probs, kept)])])
 
     again = forward(longer[:-1], [None] * N_LAYERS, 0)[-8:]     # at once, with nothing cached
     show("Step 9: the next 8 tokens, decoded from the cache and recomputed without one",
          "Look at both ids: they should be the same, and the logits differ by rounding only.",
          "  cached  recomputed  largest difference of the logits",
-         [f"{token:8} {mx.argmax(new).item():11} {mx.max(mx.abs(old - new)).item():11.2e}  {spell(token)}"
-          for token, old, new in zip(longer[n:], by_cache, again)])
+         *[f"{token:8} {mx.argmax(new).item():11} {mx.max(mx.abs(old - new)).item():11.2e}  {spell(token)}"
+           for token, old, new in zip(longer[n:], by_cache, again)])
 
 
 # ==== Loading a checkpoint ==================================================================================
@@ -886,16 +883,16 @@ def load_model(folder, dtype=None, quantize=None):
     quantize: the bits, 4 or 8, to which the matrices are rounded; None leaves them as they are. On a GPU this
     saves memory; on a CPU the rounded numbers are float32 again, since its packed products are slow. Raises
     OSError if a file can't be read, and ValueError, in one line that names the field or tensor, if this would
-    not compute the checkpoint exactly. After either, the model that was loaded before is still in place.
+    not compute the checkpoint exactly. After an error the model that was loaded before is still in place.
     """
     refuse(quantize not in (None, 4, 8), f"quantize is {quantize}, not 4 or 8")
     refuse((dtype or mx.float32) not in FLOATS, f"dtype is {dtype}, not one of {FLOATS}")
     folder, as_stored = Path(folder), mx.default_device() == mx.gpu and kernels != "numpy"
     config, constants = read_config(folder / "config.json")                     # N_LAYERS and so on
     constants["tok"] = read_tokenizer(folder / "tokenizer.json", constants["VOCAB"])
-    stored, tied = read_weights(folder, config)                 # {name: array}; so far only headers are read
+    stored = read_weights(folder, config)                       # {name: array}; so far only headers are read
     packed = unpack(folder, config, stored, quantize)
-    check_weights(folder, config, stored, constants, tied)
+    check_weights(folder, config, stored, constants)
     dtype = dtype or (stored["model.norm.weight"].dtype if as_stored else mx.float32)
     weights = {name: w.astype(dtype) for name, w in stored.items()}
     for name, (w, scales, biases, how) in packed.items() if as_stored and kernels == "fused" else ():
@@ -927,7 +924,7 @@ CONSTANTS = {                   # the constants at the top of the file, each wit
 # MLX's packed weights: integers of a few bits; a group of them in a row is scale * integer + bias
 QUANTIZED = [{"group_size": group_size, "bits": bits} | mode for group_size in (32, 64, 128)
              for bits in (2, 3, 4, 5, 6, 8) for mode in ({}, {"mode": "affine"})]
-# What these fields of config.json may say for the checkpoint to be computed exactly; []: nothing, or null
+# Fields of config.json, and what each may be if it is there and not null; []: it may not be there
 SUPPORTED = {
     "model_type": ["qwen3", "llama"], "hidden_act": ["silu"], "attention_bias": [False], "mlp_bias": [False],
     "rope_scaling": [{}], "rope_parameters": [{}], "rope_interleaved": [False], "rope_traditional": [False],
@@ -963,9 +960,10 @@ def read_config(path):
         if isinstance(entries := config.get(field), dict):
             packings = {name: e | {"group_size": e.get("group_size") or 64} if type(e) is dict else e
                         for name, e in entries.items() if type(e) in (dict, bool)}
-            wrong = {name: e for name, e in packings.items() if e not in [True, False, *QUANTIZED]}
+            wrong = {name: e for name, e in packings.items() if type(e) is dict and e not in QUANTIZED}
+            # What is checked below: the wrong ones, or if all are right, how the other matrices are packed
             config[field] = wrong or {k: v for k, v in entries.items() if k not in packings} or None
-            config["packings"] = packings
+            config["packings"] = {name: e for name, e in packings.items() if e is not True}     # True: usual
     # A field that is null is left out, as if it were missing; but model_type must be there to be checked
     config = {"model_type": None} | {field: value for field, value in config.items() if value is not None}
     for field, values in SUPPORTED.items():
@@ -1015,10 +1013,10 @@ def read_tokenizer(path, rows):
 
 
 def read_weights(folder, config):
-    """{name: array} of model.safetensors or the shards in its index, lazy; and whether the head is tied.
+    """{name: array}, lazy, of model.safetensors or of its shards; config then says if the head is tied.
 
-    Raises ValueError if a file is cut off, if its tensors leave gaps or overlap, or if the head is said to be
-    tied, which means that it is the embedding, and differs from it.
+    Tied means that it is the embedding again, so it is left out. Raises ValueError if a file is cut off, if
+    its tensors leave gaps or overlap, or if a head that is said to be tied differs from the embedding.
     """
     paths, index, stored = [folder / "model.safetensors"], folder / "model.safetensors.index.json", {}
     if index.exists() and not paths[0].exists():
@@ -1038,29 +1036,29 @@ def read_weights(folder, config):
             refuse(begins + [size] != [0] + ends, "its tensors leave gaps or overlap")
         except (RuntimeError, ValueError, TypeError) as error:  # half a download, a Git LFS pointer, ...
             raise ValueError(f"{path} can't be read as weights: {error}") from None
-    if not any(name.startswith("model.") for name in stored):   # so transformers saves models without a head
+    if not any(name.startswith("model.") for name in stored):   # without a head, transformers omits "model."
         stored = {name if name.startswith("lm_head.") else f"model.{name}": w for name, w in stored.items()}
-    tied = config.get("tie_word_embeddings", "lm_head.weight" not in stored)
+    tied = config.setdefault("tie_word_embeddings", "lm_head.weight" not in stored)
     for name in [name for name in stored if tied and name.startswith("lm_head.")]:
         embedding = stored.get(name.replace("lm_head", "model.embed_tokens"), mx.array(0))
         same = mx.array_equal(stored.pop(name), embedding)
         refuse(not same, f"{folder}: tie_word_embeddings is true, but {name} is not the embedding's")
-    old = "rotary_emb.inv_freq"                                 # a table in old Llamas, which is not needed
-    return {name: w for name, w in stored.items() if not name.endswith(old)}, tied
+    # Old Llamas hold a table of frequencies, which is not needed
+    return {name: w for name, w in stored.items() if not name.endswith("rotary_emb.inv_freq")}
 
 
 def unpack(folder, config, stored, bits):
-    """Replace the parts of quantised matrices in stored by their values, scale * integer + bias.
+    """In stored, put one matrix, scale * integer + bias, in the place of the three parts of a quantised one.
 
-    Returns {name: (w, scales, biases, {"group_size", "bits"})}. bits: quantise the matrices first, or None.
-    ValueError names a matrix that can't be packed so.
+    Returns the parts: {name: (w, scales, biases, {"group_size", "bits"})}. bits: quantise all matrices first,
+    or None. ValueError names a matrix that can't be packed so.
     """
     usual, packed = config.get("quantization") or config.get("quantization_config"), {}
     refuse(bits and usual, f"{folder} is quantised already: {usual}")
-    for name in [name for name in sorted(stored) if name.endswith(".weight")]:
+    usual, own = ({"group_size": 64, "bits": bits}, {}) if bits else (usual, config.get("packings", {}))
+    for name in sorted(name for name in stored if name.endswith(".weight")):
         parts = [name.replace(".weight", part) for part in (".weight", ".scales", ".biases")]
-        packing = config.get("packings", {}).get(name.removesuffix(".weight"), True)
-        packing = {"group_size": 64, "bits": bits} if bits else usual if packing is True else packing
+        packing = own.get(name.removesuffix(".weight"), usual)  # False: this one is not packed
         try:
             if bits and stored[name].ndim == 2:                 # as if it had been stored like this
                 stored |= zip(parts, mx.quantize(stored[name], **packing))
@@ -1091,17 +1089,17 @@ def expected_shapes(c, qk_norm, own_head):
     return shapes | {"model.embed_tokens.weight": (c["VOCAB"], d), "model.norm.weight": (d,)}
 
 
-def check_weights(folder, config, stored, constants, tied):
+def check_weights(folder, config, stored, constants):
     """Raises ValueError if tensors are missing, of a wrong shape or type, not known, or not finite."""
     layers = constants["N_LAYERS"]                              # a huge one would make a huge list below
     refuse(layers > len(stored), f"{folder}: num_hidden_layers is {layers} with {len(stored)} tensors")
-    shapes = expected_shapes(constants, config["model_type"] == "qwen3", not tied)
+    shapes = expected_shapes(constants, config["model_type"] == "qwen3", not config["tie_word_embeddings"])
     for name in sorted(shapes.keys() | stored.keys()):
         found, wanted = getattr(stored.get(name), "shape", "nothing"), shapes.get(name, "nothing")
         refuse(found != wanted, f"{folder}: {name}: the weights hold {found}, config.json asks for {wanted}")
         refuse(stored[name].dtype not in FLOATS, f"{folder}: {name}: {stored[name].dtype} is not supported")
     # If the head is tied, a bad value reaches the logits, and check_finite reports it
-    finite = tied or mx.isfinite(stored["model.embed_tokens.weight"]).all()
+    finite = config["tie_word_embeddings"] or mx.isfinite(stored["model.embed_tokens.weight"]).all()
     refuse(not finite, f"{folder}: model.embed_tokens.weight is not finite")
 
 
@@ -1119,34 +1117,45 @@ def find_model(wanted=None):
     Raises ValueError if it can't be downloaded, or if what comes is not right.
     """
     folder = Path(__file__).resolve().parent / "Qwen3-0.6B"
-    for place in (folder, Path("Qwen3-0.6B")) if wanted is None else ():
-        if any(place.glob("model*.safetensors")):
-            return place
-    if wanted is not None and (Path(wanted).exists() or not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", wanted)):
+    if wanted is None:
+        for place in (folder, Path("Qwen3-0.6B")):
+            if any(place.glob("model*.safetensors")):
+                return place
+    elif Path(wanted).exists() or not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", wanted):     # OWNER/NAME
         return Path(wanted)
     try:
-        return download(wanted, folder)
+        return download_qwen(folder) if wanted is None else download(wanted)
     except Exception as error:
         if wanted is None and (folder / "model.safetensors").exists():
             return folder                                       # another process has finished the download
         raise ValueError(f"{wanted or REPO} is no folder and did not download, run again: {error}") from None
 
 
-def download(wanted, folder):
-    """Get OWNER/NAME into the Hub's cache; or by default Qwen3-0.6B into folder, where files appear when all
-    are complete and right. Returns the folder to use: the Hub's cache if it has a copy, tests/tiny-qwen3 if
-    the Hub can't be reached."""
-    from huggingface_hub import HfApi, hf_hub_download, snapshot_download, try_to_load_from_cache   # slow
-    if wanted:
-        files = [*FILES, "tokenizer_config.json", "chat_template.jinja", "model*.safetensors*"]
-        try:                                                    # snapshot_download alone can wait very long
-            HfApi().model_info(wanted, timeout=4, token=False)
-        except Exception:
-            with contextlib.suppress(Exception):                # an earlier copy serves without a network
-                return Path(snapshot_download(wanted, allow_patterns=files, local_files_only=True))
-            raise
-        return Path(snapshot_download(wanted, allow_patterns=files, token=False))
-    # The library wrote a cached copy and checked each file's size: hashing 1.5 GB in every run would be slow
+def download(repo):
+    """Fetch OWNER/NAME into the Hub's usual cache, and return its folder there.
+
+    Without a network an earlier copy serves. token=False: a public model needs none, and an expired one that
+    this computer keeps would be refused.
+    """
+    from huggingface_hub import HfApi, snapshot_download        # here, since importing it is slow
+    files = [*FILES, "tokenizer_config.json", "chat_template.jinja", "model*.safetensors*"]
+    try:                                                        # snapshot_download alone can wait very long
+        HfApi().model_info(repo, timeout=4, token=False)
+    except Exception:
+        with contextlib.suppress(Exception):
+            return Path(snapshot_download(repo, allow_patterns=files, local_files_only=True))
+        raise
+    return Path(snapshot_download(repo, allow_patterns=files, token=False))
+
+
+def download_qwen(folder):
+    """Fetch Qwen3-0.6B into folder, where its files appear when all are complete and right.
+
+    Returns the folder to use: that one, the Hub's cache if that has a copy, or, where the Hub can't be
+    reached, the bundled model's.
+    """
+    from huggingface_hub import HfApi, hf_hub_download, try_to_load_from_cache
+    # A cached copy is not hashed: 1.5 GB in every run would be slow, and the library checked the files' sizes
     cached = [try_to_load_from_cache(REPO, name, revision=REVISION) for name in FILES]
     if all(isinstance(path, str) for path in cached):
         return Path(cached[0]).parent
@@ -1159,7 +1168,7 @@ def download(wanted, folder):
         return folder.parent / "tests/tiny-qwen3"
     if (incoming := folder / ".incoming").exists():             # the library locks a file while it fetches it
         print(f"A download into {folder} began before; if it still runs, this waits for it.", file=sys.stderr)
-    for name, sha256 in FILES.items():                          # no token: the Hub refuses an expired one
+    for name, sha256 in FILES.items():
         path = Path(hf_hub_download(REPO, name, revision=REVISION, cache_dir=incoming, token=False))
         if sha256 and hashlib.sha256(path.read_bytes()).hexdigest() != sha256:
             path.resolve().unlink()                             # the file itself: path may be a link to it
@@ -1179,7 +1188,11 @@ def one_line(text):
 
 def parse_arguments():
     """The command line's options; one line on stderr and status 2 where they are out of range or conflict."""
-    parser = argparse.ArgumentParser("llm_inference.py", description="Continue a text with a Qwen3 or Llama.")
+    parser = argparse.ArgumentParser("llm_inference.py", formatter_class=argparse.RawDescriptionHelpFormatter,
+                                     description="Continue a text with a Qwen3 or Llama.", epilog="""examples:
+  python llm_inference.py "The capital of France is"
+  python llm_inference.py "Once upon a time" --temperature 0.8 --seed 1
+  python llm_inference.py - --model tests/tiny-qwen3 < prompt.txt""")
     parser.error = lambda message: parser.exit(2, f"llm_inference.py: {one_line(message)} (--help shows the "
                                                "options; -- comes before a prompt that begins with a dash)\n")
     add, mode = parser.add_argument, parser.add_mutually_exclusive_group().add_argument
@@ -1197,11 +1210,10 @@ def parse_arguments():
     mode("--explain", action="store_true", help="show what happens to the prompt in each of the nine steps")
     mode("--trace", action="store_true", help="show each call of the functions in one decode pass")
     args, others = parser.parse_known_args()
-    if len(others) == 1 and args.prompt is None and others[0][:2] != "--":      # "-5" can't be an option
+    if len(others) == 1 and args.prompt is None and others[0][:2] != "--":      # so "-x" is a prompt
         args.prompt, others = others[0], []
-    wrong = [f"unrecognized arguments: {' '.join(others)} (a prompt of several words needs quotes)"]
-    wrong *= bool(others)
-    wrong += [message for message, well in {
+    wrong = [message for message, well in {
+        f"unrecognized arguments: {' '.join(others)} (a prompt of several words needs quotes)": not others,
         "--max-tokens must be at least 1": args.max_tokens is None or args.max_tokens > 0,
         "--temperature must be at least 0, and finite": 0 <= args.temperature < math.inf,
         "--top-p must be above 0 and up to 1": 0 < args.top_p <= 1,
@@ -1213,20 +1225,20 @@ def parse_arguments():
 
 def complete(folder, prompt, max_tokens, temperature, top_p):
     """Print the prompt with its continuation, each token as it is made, and how long that took."""
-    ids, name = check_prompt(encode(prompt), max_tokens), folder.resolve().name
-    if folder.parent.name == "snapshots":                       # models--OWNER--NAME/snapshots/COMMIT
-        name = folder.parts[-3].split("--")[-1]
+    ids = check_prompt(encode(prompt), max_tokens)
+    # The Hub's cache has models--OWNER--NAME/snapshots/COMMIT
+    name = folder.parts[-3].split("--")[-1] if folder.parent.name == "snapshots" else folder.resolve().name
     print(f"Model:  {one_line(name)}  ({N_LAYERS} layers, {D_MODEL} dim, {N_HEADS} Q heads, {N_KV} KV heads)")
     print(f"Prompt: {prompt}\n{'-' * 60}", flush=True)
-    shown, times = f"Output: {prompt}", [time.perf_counter()]   # the start, and then when each piece came
-    for piece in stream(ids, [None] * N_LAYERS, 0, max_tokens, temperature, top_p):
-        print(shown + piece, end="", flush=True)
-        shown = ""
+    times, pieces = [time.perf_counter()], stream(ids, [None] * N_LAYERS, 0, max_tokens, temperature, top_p)
+    print(f"Output: {prompt}{next(pieces, '')}", end="", flush=True)    # '' if an end token comes first
+    times.append(time.perf_counter())                           # after the start, when each piece came
+    for piece in pieces:
+        print(piece, end="", flush=True)
         times.append(time.perf_counter())
-    times += [time.perf_counter()] * (len(times) == 1)          # an end token came first
     # stream may end with one more piece than tokens
     n, prefilled, decoded = min(len(times) - 2, max_tokens - 1), times[1] - times[0], times[-1] - times[1]
-    print(f"{shown}\nTime:   {prefilled + decoded:.2f}s  "
+    print(f"\nTime:   {prefilled + decoded:.2f}s  "
           f"(prefill {len(ids)} tokens: {len(ids) / prefilled:.0f} tokens/s, "
           f"decode {n} tokens: {n / decoded if n else 0:.0f} tokens/s)", flush=True)
 
@@ -1269,7 +1281,7 @@ if __name__ == "__main__":
             print(f"llm_inference.py: {one_line(error)}", file=sys.stderr, flush=True)
     try:
         sys.stdout.flush()
-    except (AttributeError, OSError):                           # Python would report this again as it ends
+    except (AttributeError, OSError):                           # else Python would flush again and complain
         status = status or 1
         with contextlib.suppress(AttributeError, OSError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

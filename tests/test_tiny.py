@@ -80,17 +80,21 @@ def test_text_is_split_as_qwen3_splits_it(tiny):
     assert llm.tok.token_to_id("<|endoftext|>") is not None
 
 
-def test_training_has_the_gradients_of_mlx(tiny):
-    """train_tiny.py takes products and attention from NumPy: loss and gradients are those of the explicit functions."""
+def test_training_has_the_gradients_of_mlx(tiny, monkeypatch):
+    """train_tiny.py takes products, attention and loss from NumPy: loss and gradients are those of MLX."""
     import train_tiny
+    from mlx.nn import losses
     weights = {name: w for name, w in llm.W.items() if name != "lm_head.weight"}
     batch = mx.array(llm.encode("The capital of France is Paris. The capital of Italy is")), mx.ones(13)
     assert len(batch[0]) == 13
     llm.use_kernels("explicit")
-    expected, gradients = mx.value_and_grad(train_tiny.loss)(weights, *batch)
-    mx.eval(gradients)
+    with monkeypatch.context() as patch:
+        patch.setattr(train_tiny, "cross_entropy", losses.cross_entropy)
+        expected, gradients = mx.value_and_grad(train_tiny.loss)(weights, *batch)
+        mx.eval(gradients)
     train_tiny.use_numpy_products()
     found, same = mx.value_and_grad(train_tiny.loss)(weights, *batch)
     assert abs(found.item() - expected.item()) < 1e-5 * expected.item()
     for name, g in gradients.items():
-        assert mx.abs(same[name] - g).max() <= 1e-4 * mx.abs(g).max() + 1e-6, name
+        # A share near 1, less 1, has lost some of its digits
+        assert mx.abs(same[name] - g).max() <= 1e-3 * mx.abs(g).max() + 1e-6, name

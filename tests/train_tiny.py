@@ -183,14 +183,35 @@ def gradients_of_attend(inputs, gradient, _):
     q, k, v = map(np.asarray, inputs)
     queries, gradient = (x.reshape(len(k), -1, x.shape[2]) for x in (q, np.asarray(gradient)))     # as in attend
     n, scale = k.shape[1], np.float32(k.shape[2] ** -0.5)
-    scores = queries @ k.swapaxes(1, 2) * scale
-    scores[:, np.tile(np.triu(np.ones((n, n), dtype=bool), 1), (len(q) // len(k), 1))] = -np.inf
-    weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
+    queries = queries * scale
+    weights = queries @ k.swapaxes(1, 2)                        # so far the scores; each line goes on in place
+    weights += np.tile(np.triu(np.full((n, n), -np.inf, dtype=np.float32), 1), (len(q) // len(k), 1))
+    weights -= weights.max(axis=-1, keepdims=True)
+    np.exp(weights, out=weights)
     weights /= weights.sum(axis=-1, keepdims=True)
-    for_weights = gradient @ v.swapaxes(1, 2)
-    for_scores = weights * (for_weights - (weights * for_weights).sum(axis=-1, keepdims=True)) * scale
-    found = (for_scores @ k).reshape(q.shape), for_scores.swapaxes(1, 2) @ queries, weights.swapaxes(1, 2) @ gradient
-    return tuple(map(mx.array, found))
+    for_scores = gradient @ v.swapaxes(1, 2)                    # so far that for the weights
+    for_scores -= np.einsum("...i,...i->...", weights, for_scores)[..., None]
+    for_scores *= weights
+    for_q = (for_scores @ k * scale).reshape(q.shape)
+    return tuple(map(mx.array, (for_q, for_scores.swapaxes(1, 2) @ queries, weights.swapaxes(1, 2) @ gradient)))
+
+
+@mx.custom_function
+def cross_entropy(logits, ids):
+    """-log softmax(logits) at the ids, in nats: (n, vocab) and (n,) -> (n,)."""
+    logits = np.asarray(logits)
+    logits = logits - logits.max(axis=-1, keepdims=True)
+    return mx.array(np.log(np.exp(logits).sum(axis=-1)) - logits[np.arange(len(ids)), np.asarray(ids)])
+
+
+@cross_entropy.vjp
+def gradients_of_cross_entropy(inputs, gradient, _):
+    """The gradient for logits, softmax(logits) less 1 at the ids; there is none for ids."""
+    logits, ids = map(np.asarray, inputs)
+    shares = np.exp(logits - logits.max(axis=-1, keepdims=True))
+    shares /= shares.sum(axis=-1, keepdims=True)
+    shares[np.arange(len(ids)), ids] -= 1
+    return mx.array(shares * np.asarray(gradient)[:, None]), mx.zeros_like(inputs[1])
 
 
 def use_numpy_products():
