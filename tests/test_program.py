@@ -73,6 +73,7 @@ def test_help_fits_a_terminal_and_names_every_option(run):
     assert status == 0 and err == "" and max(map(len, out.splitlines())) <= 80
     for option in ("PROMPT", "--model", "--max-tokens", "--temperature", "--top-p", "--seed", "--kernels"):
         assert option in out
+    assert out.partition("examples:")[2].count("\n  python llm_inference.py ") == 3
 
 
 def test_importing_prints_nothing_loads_nothing_and_asks_no_network():
