@@ -21,8 +21,10 @@ chosen and added to the text, and then the next one is scored.
 First comes the model, in nine steps, each formula as it is written on paper. Then follow faster versions of
 the same functions, text that appears while it is made, a chat, two ways to look inside, how the model's files
 are loaded and which are refused, and the command line. Python looks a function up when it is called, so a
-step may use one that stands further below. By default use_kernels replaces some functions of the steps by
-faster ones; --kernels explicit computes with those that you read first.
+step may use one that stands further below.
+
+By default the program computes with the faster versions. Whoever changes a line in a step, and wants to see
+what becomes of the text, adds --kernels explicit: this computes with the functions of the steps.
 
 Shapes are written (rows, columns), and (16, n, 128) is 16 such matrices; n is the number of tokens in a pass:
 first those of the prompt, then one at a time. The numbers in comments are Qwen3-0.6B's. Arrays are MLX's,
@@ -80,9 +82,9 @@ def encode(prompt):
     """A text's token ids: "The| capital| of| France| is" becomes [785, 6722, 315, 9625, 374].
 
     A model computes with numbers, so text is cut into tokens, each with a number. Byte pair encoding starts
-    with a word's bytes, and joins neighbours into longer pieces, in the order in which they were joined when
-    the tokenizer was made: always the most frequent pair. So a frequent word is one token, often with the
-    space before it, and a rare word, or a rare character, is several.
+    with a word's bytes, and joins neighbours into longer pieces. Which pairs to join, and in which order, was
+    found when the tokenizer was made: again and again the pair that was most frequent in its texts. So a
+    frequent word is one token, often with the space before it; a rare word, or a rare character, is several.
     """
     return tok.encode(prompt).ids
 
@@ -128,7 +130,7 @@ def apply_rope(q, k, positions):
     about the origin by the angle p * THETA^(-i/64), in radians. Pair i = 0 turns by 1 radian per token, so it
     is nearly back after 6 tokens and can only tell close neighbours apart; pair 32 turns by 0.001, and serves
     for distant ones. Turning two points by the same angle leaves their dot product as it is. So if a query
-    turns by a and a key by b, only a - b counts: how far apart the two tokens are.
+    is turned by a and a key by b, both can be turned back by b: only a - b counts, how far apart they are.
     """
     half = D_HEAD // 2
     freqs = THETA ** (-mx.arange(half, dtype=mx.float32) / half)                # (64,) radians per token
@@ -174,7 +176,8 @@ def attend(q, k, v):
     In each head, a row of q k^T / sqrt(128) holds a token's scores s. Softmax makes them shares e^s / (sum of
     all e^s): none negative, the largest for the largest score, together 1. So what comes out is a weighted
     mean of values. Why sqrt(128)? In a dot product 128 terms of either sign partly cancel, so it is some
-    sqrt(128) times as large as one of them. Undivided, the largest share would be nearly 1.
+    sqrt(128) times as large as one of them. Undivided, the largest share would be nearly 1,
+    and a token would take from one other token only.
 
     Query heads 0 and 1 share key/value head 0, heads 2 and 3 share head 1, and so on: this takes half the
     cache that 16 key/value heads would, for nearly the same quality. The rows of two query heads are stacked
@@ -278,9 +281,9 @@ def nucleus(logits, temperature, top_p):
     """All token ids, the likeliest first, and the probability of drawing each: (151936,) both.
 
     Take softmax(logits / temperature), largest first. A temperature below 1 makes likely tokens likelier, one
-    above 1 evens them out. The nucleus: the fewest whose probabilities reach top_p; they are drawn in
-    proportion, all others never. Holtzman et al. 2019: each of the others is unlikely, but there are so many
-    that one would be drawn now and then, and spoil all that follows.
+    above 1 evens them out. Then keep the nucleus, the fewest of the likeliest tokens whose probabilities add
+    up to top_p, and give all others 0. Why? Each of the others is unlikely, but there are so many that one
+    would be drawn now and then, and spoil all that follows. Holtzman et al. 2019.
     """
     logits = logits.astype(mx.float32)
     temperature, top_p = max(temperature, 1e-30), max(top_p, 1e-30)     # 0 would mean 0 / 0, or no token
@@ -318,19 +321,19 @@ def prefill(ids, cache, start_pos=0):
     return logits
 
 
-def next_tokens(ids, cache, start_pos=0, temperature=0.0, top_p=0.95):
-    """Yield each token that the model adds to ids, and a check, until it chooses one that ends the text.
+def next_tokens(ids, cache, start_pos=0, choose=sample):
+    """Yield each token that the model adds to ids, until it is one that ends the text.
 
     After prefill comes decode: every pass takes one token, and finds the keys and values of all others in the
-    cache. start_pos: how many tokens the cache holds before ids (in a chat, earlier turns). The check is the
-    largest absolute logit: damaged weights can make it infinite or NaN, and stream (below) reports that.
+    cache. start_pos: how many tokens the cache holds before ids (in a chat, earlier turns). choose makes a
+    token of logits (151936,); stream, below, gives it a temperature and top_p.
     """
     logits, pos = prefill(ids, cache, start_pos), start_pos + len(ids)          # score
     while True:
-        token = sample(logits[-1], temperature, top_p).item()                   # choose
+        token = choose(logits[-1]).item()                                       # choose
         if token in EOS_IDS:
             return
-        yield token, mx.max(mx.abs(logits)).item()                              # hand out
+        yield token                                                             # hand out
         logits, pos = forward([token], cache, pos), pos + 1                     # append to the cache, score
 
 
@@ -393,19 +396,19 @@ def fused_attend(q, k, v):
     return mx.fast.scaled_dot_product_attention(q[None], k[None], v[None], scale=D_HEAD ** -0.5, mask=mask)[0]
 
 
-def fused_next_tokens(ids, cache, start_pos=0, temperature=0.0, top_p=0.95):
+def fused_next_tokens(ids, cache, start_pos=0, choose=sample):
     """next_tokens, but each pass is queued before the token that it starts from is read.
 
     So the GPU does not have to wait for Python. When the text ends, one pass too many has been queued.
     """
     logits, pos = prefill(ids, cache, start_pos), start_pos + len(ids)
     while True:
-        token, largest = sample(logits[-1], temperature, top_p), mx.max(mx.abs(logits))
+        token = choose(logits[-1])
         logits, pos = forward(token[None], cache, pos), pos + 1
-        mx.async_eval(token, largest, logits)
+        mx.async_eval(token, logits)
         if token.item() in EOS_IDS:
             return
-        yield token.item(), largest.item()
+        yield token.item()
 
 
 # ---- "numpy", for a CPU: NumPy multiplies matrices with all cores and with the processor's vector
@@ -590,9 +593,15 @@ def stream(ids, cache, start_pos=0, max_tokens=100, temperature=0.0, top_p=0.95)
     cache holds the start_pos tokens before ids. As in text_pieces, one more piece may follow, with what was
     held back. Raises ValueError as check_prompt does, or if logits are not finite.
     """
+    def choose(logits):
+        largest.append(mx.max(mx.abs(logits)))
+        mx.async_eval(largest[-1])                              # on a GPU: before the next pass is queued
+        return sample(logits, temperature, top_p)
+
+    largest = []                                                # of each token's logits
     check_prompt(ids, start_pos + max_tokens)
-    new = zip(range(max_tokens), next_tokens(ids, cache, start_pos, temperature, top_p))
-    return text_pieces(ids, (check_finite(token, largest) for _, (token, largest) in new))
+    new = zip(range(max_tokens), next_tokens(ids, cache, start_pos, choose))
+    return text_pieces(ids, (check_finite(token, largest[-1].item()) for _, token in new))
 
 
 def check_prompt(ids, max_tokens):
@@ -795,9 +804,9 @@ def show_costs(seen, n, speed):
          *[f"{step:19} {shapes_of(args[:2]):29} {shapes_of(result):28} {a / adds:8.2%} {b / read:8.2%}"
            for step, (a, b) in costs.items() for args, result in seen[step[2:]][-1:]])
     stored = {id(w): w for w in W.values()}.values()            # tied: one array under two names
-    show("What the next token costs", "Look at the last line: all is read, so memory sets the pace.",
+    show("What the next token costs", "Look at the last line: in a large model, memory sets the pace.",
          f"{sum(w.size for w in stored):,} parameters, {sum(w.nbytes for w in stored):,} bytes of weights",
-         f"{kv_bytes:,} bytes of KV cache; {kv_bytes * N_HEADS // N_KV:,} if each query head had its own",
+         f"{kv_bytes:,} bytes of KV cache a token; {kv_bytes * N_HEADS // N_KV:,} if no heads shared theirs",
          f"{adds - cache_adds:,} multiply-adds with weights, {cache_adds:,} with the cache",
          f"{read:,} bytes read: {speed:.1f} tokens/s ask for {read * speed / 1e9:.2f} GB/s")
 

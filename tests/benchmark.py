@@ -79,8 +79,7 @@ def ours(folder):
         return cache
 
     def tokens(ids, cache, n, count):
-        for token, _ in itertools.islice(llm.next_tokens(ids, cache, n), count):
-            yield token
+        return itertools.islice(llm.next_tokens(ids, cache, n), count)
 
     def products():
         """Passes a second that all matrices allow, each once as a NumPy product with a vector."""

@@ -252,6 +252,8 @@ if __name__ == "__main__":
     if sys.argv[1:2] == ["--batch"]:
         batch(map(int, sys.argv[3:]), Path(sys.argv[2]))
         sys.exit()
+    if not all(map(str.isdigit, sys.argv[1:])):
+        sys.exit(__doc__)
     number, first = [*map(int, sys.argv[1:]), *[2000, 0][len(sys.argv) - 1:]]
     outcomes = Counter()
     with tempfile.TemporaryDirectory() as folder:
