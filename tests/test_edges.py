@@ -6,6 +6,7 @@ import sys
 
 import llm_inference as llm
 import mlx.core as mx
+import numpy as np
 import pytest
 import reference
 from checkpoints import byte_tokenizer, make_checkpoint
@@ -128,6 +129,15 @@ def test_a_product_of_few_or_many_rows_is_the_product(monkeypatch, rows, columns
         wanted = x @ llm.W["some.weight"].T
         for linear in llm.KERNELS["linear"]:
             assert off(linear(x, "some.weight"), wanted) < 1e-5, (linear.__name__, n)
+
+
+@pytest.mark.parametrize("rows, columns", [(1, 384), (5, 3072), (198, 3072), (1, 17408), (16500, 3)])
+def test_silu_of_any_size_is_silu(rows, columns):
+    """NumPy's version goes on in parts: whatever their size is, all columns come out, in rows and in columns."""
+    gate = normal(3, rows, columns)
+    wanted = llm.KERNELS["silu"][0](gate)
+    for order in "CF":
+        assert off(llm.numpy_silu(np.array(gate, order=order)), wanted) < 1e-6, order
 
 
 @pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan")])
@@ -362,6 +372,31 @@ def test_shards_are_a_model_that_is_there(tmp_path, monkeypatch):
     (tmp_path / "Qwen3-0.6B/model-00001-of-00002.safetensors").touch()
     monkeypatch.setattr(llm, "__file__", str(tmp_path / "llm_inference.py"))
     assert llm.find_model() == tmp_path / "Qwen3-0.6B"
+
+
+def test_another_model_that_does_not_come_is_never_replaced(tmp_path, monkeypatch):
+    """A whole Qwen3-0.6B beside the file is used only where that is asked for; a path is no OWNER/NAME."""
+    (tmp_path / "Qwen3-0.6B").mkdir()
+    (tmp_path / "Qwen3-0.6B/model.safetensors").touch()
+    monkeypatch.setattr(llm, "__file__", str(tmp_path / "llm_inference.py"))
+    monkeypatch.setattr(llm, "download", lambda repo: 1 / 0)
+    with pytest.raises(ValueError, match="^someone/something is no folder and did not download"):
+        llm.find_model("someone/something")
+    assert str(llm.find_model("no/such/folder")) == "no/such/folder"
+
+
+def test_only_the_pinned_revision_in_the_hub_s_cache_is_used(tmp_path, monkeypatch):
+    import huggingface_hub
+    places = {llm.REVISION: str(tmp_path / "pinned/config.json"), None: str(tmp_path / "main/config.json")}
+    monkeypatch.setattr(huggingface_hub, "try_to_load_from_cache", lambda repo, name, revision=None: places[revision])
+    assert llm.download_qwen(tmp_path / "Qwen3-0.6B") == tmp_path / "pinned"
+
+
+def test_a_prompt_that_is_refused_prints_nothing_else(tiny, monkeypatch, capsys):
+    for prompt in ("", "word " * 3000):
+        with pytest.raises(ValueError):
+            llm.complete(tiny, prompt, 5, 0.0, 0.95)
+        assert capsys.readouterr().out == ""
 
 
 def test_a_model_on_the_hub_comes_with_all_that_loading_reads(tmp_path, monkeypatch):

@@ -247,6 +247,7 @@ SAID = {
     "mlx_lm.dynamic_quant": AFFINE | SIX,
     "mlx_lm.gptq": {"bits": 6, "group_size": 64} | {name: own for name, own in EACH.items() if name not in SIX},
     "mlx_lm.awq": FOUR | EACH | NO_MATRICES,
+    "true, for those that are packed as usual": FOUR | SIX | {name: True for name in EACH if name not in SIX},
 }
 
 
