@@ -2,8 +2,8 @@
 
     python llm_inference.py "The capital of France is"
 
-A language model scores every piece of text that it knows, every token, as the one that comes next. One is
-chosen and added to the text, and then the next one is scored.
+A language model knows a fixed list of pieces of text, called tokens. Given a text, it scores each of them:
+how well would it come next? One is chosen and added to the text, and then the next one is scored.
 
     text --> token ids --> x: one vector per token --> 28 blocks --> x --> last norm, output matrix --> logits
          Step 1        Step 2                          Step 7              Step 8                         |
@@ -28,7 +28,7 @@ what becomes of the text, adds --kernels explicit: this computes with the functi
 
 Shapes are written (rows, columns), and (16, n, 128) is 16 such matrices; n is the number of tokens in a pass:
 first those of the prompt, then one at a time. The numbers in comments are Qwen3-0.6B's. Arrays are MLX's,
-which is lazy: an expression only notes what is to be computed; the work is done when a value is asked for.
+used like NumPy's, but lazy: an expression only notes what to compute; work is done when a value is needed.
 """
 import argparse
 import contextlib
@@ -82,8 +82,8 @@ def encode(prompt):
     """A text's token ids: "The| capital| of| France| is" becomes [785, 6722, 315, 9625, 374].
 
     A model computes with numbers, so text is cut into tokens, each with a number. Byte pair encoding starts
-    with a word's bytes, and joins neighbours into longer pieces. Which pairs to join, and in which order, was
-    found when the tokenizer was made: again and again the pair that was most frequent in its texts. So a
+    with a word's bytes, and joins neighbours into longer pieces. The list of pairs to join was made with the
+    tokenizer: join the most frequent pair everywhere in its texts, count again, join again, and so on. So a
     frequent word is one token, often with the space before it; a rare word, or a rare character, is several.
     """
     return tok.encode(prompt).ids
@@ -130,7 +130,7 @@ def apply_rope(q, k, positions):
     about the origin by the angle p * THETA^(-i/64), in radians. Pair i = 0 turns by 1 radian per token, so it
     is nearly back after 6 tokens and can only tell close neighbours apart; pair 32 turns by 0.001, and serves
     for distant ones. Turning two points by the same angle leaves their dot product as it is. So if a query
-    is turned by a and a key by b, both can be turned back by b: only a - b counts, how far apart they are.
+    is turned by a and a key by b, turning both back by b changes nothing: only a - b, their distance, counts.
     """
     half = D_HEAD // 2
     freqs = THETA ** (-mx.arange(half, dtype=mx.float32) / half)                # (64,) radians per token
@@ -155,11 +155,11 @@ def linear(x, name):
 def extend_cache(cache, layer_idx, k, v):
     """Add the keys and values of n new tokens, (8, n, 128); return those of all tokens, (8, total, 128).
 
-    cache is a list with an entry for each layer: None, or (keys, values). A token's x is made from itself and
-    earlier tokens only, since attend hides the later ones. So its key, turned by RoPE, and its value never
-    change; but all later tokens need both. They are kept: 28 layers x 2 (key and value) x 8 heads x 128 =
-    57,344 numbers per token. Without this cache each new token would need a pass over the whole text. A query
-    is used once, by its own token, and not kept.
+    cache is a list with an entry for each layer: None, or (keys, values). What a block computes for a token
+    depends on that token and earlier ones, never on later ones, which attend hides. So a token's key, turned
+    by RoPE, and its value never change; but all later tokens need both. They are kept: 28 layers x 2 (key and
+    value) x 8 heads x 128 = 57,344 numbers per token. Without this cache each new token would need a pass
+    over the whole text. A query is used once, by its own token, and not kept.
     """
     if cache[layer_idx] is not None:
         old_k, old_v = cache[layer_idx]
@@ -175,9 +175,9 @@ def attend(q, k, v):
 
     In each head, a row of q k^T / sqrt(128) holds a token's scores s. Softmax makes them shares e^s / (sum of
     all e^s): none negative, the largest for the largest score, together 1. So what comes out is a weighted
-    mean of values. Why sqrt(128)? In a dot product 128 terms of either sign partly cancel, so it is some
-    sqrt(128) times as large as one of them. Undivided, the largest share would be nearly 1,
-    and a token would take from one other token only.
+    mean of values. Why sqrt(128)? A score is a sum of 128 terms, some positive, some negative, that partly
+    cancel: it is typically sqrt(128), about 11, times as large as one term. Without the division the scores
+    would lie so far apart that the largest share is nearly 1, and a token would take from one token only.
 
     Query heads 0 and 1 share key/value head 0, heads 2 and 3 share head 1, and so on: this takes half the
     cache that 16 key/value heads would, for nearly the same quality. The rows of two query heads are stacked
@@ -211,7 +211,7 @@ def attention(x, layer_idx, cache, positions):
     new ones' are added. The last matrix, o_proj, mixes what the 16 heads have found.
     """
     name = f"model.layers.{layer_idx}.self_attn"
-    # (n, 2048) -> (n, 16, 128) -> (16, n, 128)
+    # (n, 2048) -> (n, 16, 128) -> (16, n, 128): 16 vectors per token, then one matrix per head
     q = linear(x, f"{name}.q_proj.weight").reshape(-1, N_HEADS, D_HEAD).transpose(1, 0, 2)
     k = linear(x, f"{name}.k_proj.weight").reshape(-1, N_KV, D_HEAD).transpose(1, 0, 2)     # (8, n, 128)
     v = linear(x, f"{name}.v_proj.weight").reshape(-1, N_KV, D_HEAD).transpose(1, 0, 2)     # (8, n, 128)
@@ -242,8 +242,8 @@ def ffn(x, layer_idx):
 
     gate, up and down multiply by matrices that are nearly half of all weights. up computes 3072 features of a
     token, the gate decides how much each of them counts here, and down turns them into what is added to x.
-    Matrices alone, one after another, are only one matrix again; the gate, which x itself opens or closes,
-    adds an "if".
+    Without the gate, down after up would be no more than one matrix: all that comes out, a sum of x's numbers
+    with fixed weights. With it, those weights depend on x itself: an "if".
     """
     name = f"model.layers.{layer_idx}.mlp"
     gate = linear(x, f"{name}.gate_proj.weight")                # (n, 3072)
@@ -286,7 +286,7 @@ def nucleus(logits, temperature, top_p):
     would be drawn now and then, and spoil all that follows. Holtzman et al. 2019.
     """
     logits = logits.astype(mx.float32)
-    temperature, top_p = max(temperature, 1e-30), max(top_p, 1e-30)     # 0 would mean 0 / 0, or no token
+    temperature, top_p = max(temperature, 1e-30), max(top_p, 1e-30)     # 0 would divide by 0, or keep none
     probs = mx.softmax(logits / temperature)
     order = mx.argsort(-probs)
     probs = probs[order]
@@ -299,8 +299,8 @@ def nucleus(logits, temperature, top_p):
 def sample(logits, temperature=0.0, top_p=0.95):
     """Choose a token id: logits (151936,) -> a 0-d array; its item() is the integer.
 
-    Temperature 0 takes the likeliest token ("greedy"). Such texts tend to repeat themselves; above 0 one of
-    the nucleus is drawn, in proportion.
+    Temperature 0 takes the likeliest token ("greedy"). Such texts tend to repeat themselves; above 0 a token
+    of the nucleus is drawn at random, each as often as its probability says.
     """
     if temperature == 0:
         return mx.argmax(logits)
@@ -312,8 +312,8 @@ def sample(logits, temperature=0.0, top_p=0.95):
 def prefill(ids, cache, start_pos=0):
     """The first passes: the ids, 256 at once, fill the cache; returns the last logits, (1, 151936).
 
-    In pieces, since the scores of a whole long text with itself would take much memory. On a terminal tqdm
-    shows a bar if this takes over a second.
+    In pieces, since attention's scores, one per head for each pair of tokens, would take much memory if a
+    long text were one pass. On a terminal tqdm shows a bar if this takes over a second.
     """
     for i in tqdm(range(0, len(ids), 256), desc="prefill", delay=1, leave=False, disable=None):
         logits = forward(ids[i:i + 256], cache, start_pos + i, last_only=True)
@@ -340,8 +340,8 @@ def next_tokens(ids, cache, start_pos=0, choose=sample):
 def generate(prompt, max_tokens=100, temperature=0.0, top_p=0.95):
     """The prompt and its continuation by up to max_tokens tokens, as one text.
 
-    stream, below, takes max_tokens from next_tokens, here on an empty cache, and makes text of them with
-    tok.decode, the opposite of encode. Raises ValueError as stream does.
+    stream, below, takes up to max_tokens tokens from next_tokens and makes text of them with tok.decode, the
+    opposite of encode. [None] * N_LAYERS is an empty cache. Raises ValueError as stream does.
     """
     return prompt + "".join(stream(encode(prompt), [None] * N_LAYERS, 0, max_tokens, temperature, top_p))
 
