@@ -3,7 +3,7 @@
     python llm_inference.py "The capital of France is"
 
 A language model knows a fixed list of pieces of text, called tokens. Given a text, it scores each of them:
-how well would it come next? One is chosen and added to the text, and then the next one is scored.
+how well would it come next? One is chosen and added to the text, and then all are scored once more.
 
     text --> token ids --> x: one vector per token --> 28 blocks --> x --> last norm, output matrix --> logits
          Step 1        Step 2                          Step 7              Step 8                         |
@@ -242,8 +242,8 @@ def ffn(x, layer_idx):
 
     gate, up and down multiply by matrices that are nearly half of all weights. up computes 3072 features of a
     token, the gate decides how much each of them counts here, and down turns them into what is added to x.
-    Without the gate, down after up would be no more than one matrix: all that comes out, a sum of x's numbers
-    with fixed weights. With it, those weights depend on x itself: an "if".
+    Without the gate, down after up would be no more than one matrix: each number that comes out would be a sum
+    of x's numbers with fixed weights. With it, those weights depend on x itself: an "if".
     """
     name = f"model.layers.{layer_idx}.mlp"
     gate = linear(x, f"{name}.gate_proj.weight")                # (n, 3072)
@@ -341,7 +341,8 @@ def generate(prompt, max_tokens=100, temperature=0.0, top_p=0.95):
     """The prompt and its continuation by up to max_tokens tokens, as one text.
 
     stream, below, takes up to max_tokens tokens from next_tokens and makes text of them with tok.decode, the
-    opposite of encode. [None] * N_LAYERS is an empty cache. Raises ValueError as stream does.
+    opposite of encode. [None] * N_LAYERS is an empty cache. Raises ValueError if the prompt is empty, or too
+    long for the context, or if damaged weights make logits infinite or NaN.
     """
     return prompt + "".join(stream(encode(prompt), [None] * N_LAYERS, 0, max_tokens, temperature, top_p))
 
