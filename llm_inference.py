@@ -242,8 +242,8 @@ def ffn(x, layer_idx):
 
     gate, up and down multiply by matrices that are nearly half of all weights. up computes 3072 features of a
     token, the gate decides how much each of them counts here, and down turns them into what is added to x.
-    Without the gate, down after up would be no more than one matrix: each number that comes out would be a sum
-    of x's numbers with fixed weights. With it, those weights depend on x itself: an "if".
+    Without the gate, down after up would be no more than one matrix: each number that comes out would be a
+    sum of x's numbers with fixed weights. With it, those weights depend on x itself: an "if".
     """
     name = f"model.layers.{layer_idx}.mlp"
     gate = linear(x, f"{name}.gate_proj.weight")                # (n, 3072)
