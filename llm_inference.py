@@ -83,7 +83,7 @@ def encode(prompt):
 
     A model computes with numbers, so text is cut into tokens, each with a number. Byte pair encoding starts
     with a word's bytes, and joins neighbours into longer pieces. The list of pairs to join was made with the
-    tokenizer: join the most frequent pair everywhere in its texts, count again, join again, and so on. So a
+    tokenizer: join the most frequent pair everywhere in many texts, count again, join again, and so on. So a
     frequent word is one token, often with the space before it; a rare word, or a rare character, is several.
     """
     return tok.encode(prompt).ids
@@ -106,7 +106,7 @@ def rms_norm(x, w):
     Each of the 28 blocks adds to x, so x's numbers grow from block to block. What a block reads is therefore
     a normed copy, which has the same scale in all of them; w, learned, says how much each dimension counts.
     """
-    x32 = x.astype(mx.float32)                                  # in 16 bits, squares would lose digits
+    x32 = x.astype(mx.float32)                                  # if x has 16 bits, squares lose digits
     normed = x32 * mx.rsqrt(mx.mean(x32 * x32, axis=-1, keepdims=True) + EPS)   # rsqrt(a) is 1 / sqrt(a)
     return normed.astype(x.dtype) * w                           # back in x's type first, as Hugging Face does
 
@@ -117,7 +117,7 @@ def rms_norm(x, w):
 # what it hands over. The larger the dot product of its query with any token's key, the more it takes of that
 # token's value. One vector could not be all three: what a token looks for is not what it has to offer. A
 # token has 16 queries of 128 numbers, so it looks for 16 things at once, each with a head of its own. Two
-# heads share a key and a value (Step 5), so of those it has 8.
+# heads share a key and a value (Step 5), so it has 8 of each.
 #
 # A dot product does not show which of two tokens comes first, nor how far apart they are, but it should: "dog
 # bites man" is not "man bites dog". So RoPE turns queries and keys, two dimensions at a time, by angles that
@@ -215,7 +215,7 @@ def attention(x, layer_idx, cache, positions):
     q = linear(x, f"{name}.q_proj.weight").reshape(-1, N_HEADS, D_HEAD).transpose(1, 0, 2)
     k = linear(x, f"{name}.k_proj.weight").reshape(-1, N_KV, D_HEAD).transpose(1, 0, 2)     # (8, n, 128)
     v = linear(x, f"{name}.v_proj.weight").reshape(-1, N_KV, D_HEAD).transpose(1, 0, 2)     # (8, n, 128)
-    # A norm for each head keeps the scores small. Llamas, which this file runs as well, do without.
+    # RMSNorm of every head's vector keeps the scores small. Llamas, which this file runs as well, do without.
     if f"{name}.q_norm.weight" in W:
         q = rms_norm(q, W[f"{name}.q_norm.weight"])
         k = rms_norm(k, W[f"{name}.k_norm.weight"])
@@ -292,7 +292,7 @@ def nucleus(logits, temperature, top_p):
     probs = probs[order]
     if top_p < 1:
         likelier = mx.cumsum(probs, inclusive=False)            # the sum of all before it: 0 for the first
-        probs = mx.where(likelier < top_p, probs, 0)            # while it is below top_p, one more is needed
+        probs = mx.where(likelier < top_p, probs, 0)            # 0 if those before it reach top_p already
     return order, probs / mx.sum(probs)
 
 
@@ -310,7 +310,7 @@ def sample(logits, temperature=0.0, top_p=0.95):
 
 # ==== Step 9: the generation loop, prefill and then decode ==================================================
 def prefill(ids, cache, start_pos=0):
-    """The first passes: the ids, 256 at once, fill the cache; returns the last logits, (1, 151936).
+    """Pass the ids through the model, 256 at once, to fill the cache; returns the last logits, (1, 151936).
 
     In pieces, since attention's scores, one per head for each pair of tokens, would take much memory if a
     long text were one pass. On a terminal tqdm shows a bar if this takes over a second.
@@ -594,12 +594,13 @@ def stream(ids, cache, start_pos=0, max_tokens=100, temperature=0.0, top_p=0.95)
     cache holds the start_pos tokens before ids. As in text_pieces, one more piece may follow, with what was
     held back. Raises ValueError as check_prompt does, or if logits are not finite.
     """
+    largest = []                                                # of each token's logits
+
     def choose(logits):
         largest.append(mx.max(mx.abs(logits)))
         mx.async_eval(largest[-1])                              # on a GPU: before the next pass is queued
         return sample(logits, temperature, top_p)
 
-    largest = []                                                # of each token's logits
     check_prompt(ids, start_pos + max_tokens)
     new = zip(range(max_tokens), next_tokens(ids, cache, start_pos, choose))
     return text_pieces(ids, (check_finite(token, largest[-1].item()) for _, token in new))
