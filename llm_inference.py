@@ -18,21 +18,19 @@ how well would it come next? One is chosen and added to the text, and then all a
         |             cache of keys and values      |   |                              |
         +-------------------------------------------+   +------------------------------+
 
-First comes the model, in nine steps, each formula as it is written on paper. These lines are what runs: if you
-change one, the text changes. On a CPU two functions of Step 5, extend_cache and attend, are replaced by
-faster ones, which stand after Step 9; on a GPU more are. With --kernels explicit none is replaced.
-
-After the steps follow those faster functions, text that appears while it is made, a chat, two ways to look
-inside, how a model's files are loaded and which are refused, and the command line. Python looks a function up
-when it is called, so a step may use one that stands further below. Llamas run, too: they are Qwen3 models
-without one norm (Step 5).
+First comes the model, in nine steps, each formula as it is written on paper. These lines are what runs: change
+one, and the text changes. But two functions of Step 5, extend_cache and attend, are replaced by faster ones on
+a CPU, and more are on a GPU; with --kernels explicit none is. The faster ones stand after Step 9. Then follow
+text that appears while it is made, a chat, two ways to look inside, how a model is loaded and which are
+refused, and the command line. Python looks a function up when it is called, so a step may use one that stands
+further below. The file also runs models of the Llama family, whose blocks have two norms less (Step 5).
 
 Shapes are written (rows, columns), and (16, n, 128) is 16 such matrices; n is the number of tokens in a pass:
 first those of the prompt, then one at a time. The numbers in comments are Qwen3-0.6B's.
 """
 import argparse
 import contextlib
-import fnmatch
+import functools
 import hashlib
 import itertools
 import json
@@ -44,7 +42,7 @@ import sys
 import time
 from pathlib import Path
 
-# What must be installed; uv reads these lines, too: uv run llm_inference.py "The capital of France is"
+# What must be installed. uv reads these lines, too, and installs it: uv run llm_inference.py
 # /// script
 # requires-python = ">=3.10"
 # dependencies = [
@@ -59,8 +57,7 @@ import numpy as np
 from tokenizers import Tokenizer
 from tqdm import tqdm
 
-# MLX and NumPy name their functions alike. xp is the one that computes, MLX on a GPU and NumPy on a CPU.
-xp = mx
+xp = mx     # what computes: MLX on a GPU, NumPy on a CPU. The steps use only what both have under one name
 
 # ==== The model: weights, a tokenizer and some numbers. load_model, near the end, reads them from files =====
 W = {}                          # every weight, an array of xp, under its Hugging Face name
@@ -107,7 +104,7 @@ def embed(token_ids):
     An id says nothing about a token; the 1024 numbers, learned in training, say what it has in common with
     others: tokens that are used alike have rows that point in similar directions.
     """
-    return W["model.embed_tokens.weight"][xp.array(token_ids)]
+    return W["model.embed_tokens.weight"][xp.asarray(token_ids)]
 
 
 # ==== Step 3: RMSNorm scales every vector to a root mean square of 1, then weighs its dimensions ============
@@ -117,17 +114,16 @@ def rms_norm(x, w):
     Each of the 28 blocks adds to x, so x's numbers grow from block to block. What a block reads is therefore
     a normed copy, which has the same scale in all of them; w, learned, says how much each dimension counts.
     """
-    x32 = x.astype(xp.float32)                                  # if x has 16 bits, squares lose digits
+    x32 = xp.asarray(x, dtype=xp.float32)                       # x itself, or if it has 16 bits, a copy in 32
     normed = x32 / xp.sqrt(xp.mean(x32 * x32, axis=-1, keepdims=True) + EPS)
-    return normed.astype(x.dtype) * w                           # back in x's type first, as Hugging Face does
+    return xp.asarray(normed, dtype=x.dtype) * w                # back in x's type first, as Hugging Face does
 
 
 # ==== Step 4: RoPE puts a token's position into its queries and keys ========================================
-# In attention, the next step, tokens look at one another: a query is what a token looks for, and a key is what
-# it can be found by. Step 5 makes 16 queries and 8 keys of each token's x, vectors of 128 numbers, and takes
-# the dot product of queries with keys. Such a product does not show which of two tokens comes first, nor how
-# far apart they are, but it should: "dog bites man" is not "man bites dog". So RoPE turns queries and keys,
-# two dimensions at a time, by angles that grow with the position.
+# In the next step each token gets queries, which stand for what it looks for, and keys, by which others find
+# it; the dot product of a query and a key says how well they match. That does not show which of two tokens
+# comes first, nor how far apart they are, but it should: "dog bites man" is not "man bites dog". So RoPE
+# turns queries and keys, two dimensions at a time, by angles that grow with the position.
 def apply_rope(q, k, positions):
     """Turn every query and key by its position's angles. Su et al. 2021, "RoFormer".
 
@@ -136,18 +132,18 @@ def apply_rope(q, k, positions):
     about the origin by the angle p * THETA^(-i/64), in radians. Pair i = 0 turns by 1 radian per token, so it
     is nearly back after 6 tokens and can only tell close neighbours apart; pair 32 turns by 0.001, and serves
     for distant ones. Turning two points by the same angle leaves their dot product as it is. So if a query
-    is turned by a and a key by b, turning both back by b changes nothing: only the difference a - b counts,
-    and it is proportional to the tokens' distance.
+    is turned by a and a key by b, it is as if only the query were turned, by a - b: and this angle is
+    proportional to the distance of the two tokens.
     """
     half = D_HEAD // 2
     freqs = THETA ** (-xp.arange(half, dtype=xp.float32) / half)                # (64,) radians per token
-    angles = xp.array(positions, dtype=xp.float32)[:, None] * freqs             # (n, 64)
+    angles = xp.asarray(positions, dtype=xp.float32)[:, None] * freqs             # (n, 64)
     cos, sin = xp.cos(angles), xp.sin(angles)                                   # (n, 64), for all heads
 
     def rotate(x):
         x1, x2 = x[..., :half], x[..., half:]                                   # each (heads, n, 64)
         turned = xp.concatenate([x1 * cos - x2 * sin, x1 * sin + x2 * cos], axis=-1)
-        return turned.astype(x.dtype)                                           # cos had made it float32
+        return xp.asarray(turned, dtype=x.dtype)                                # cos has 32 bits
 
     return rotate(q), rotate(k)
 
@@ -158,20 +154,19 @@ def attention(x, layer_idx, cache, positions):
 
     This is the only step in which tokens exchange anything. Three kinds of vectors are computed from each
     token's x: a query is what the token looks for, a key is what it can be found by, and a value is what it
-    hands over. The larger the dot product of its query with a token's key, the more it takes of that token's
-    value. One vector could not be all three: what a token looks for is not what it has to offer.
+    hands over. The better its query fits a token's key, the more it takes of that token's value. One vector
+    could not be all three: what a token looks for is not what it has to offer. A token has 16 queries, so it
+    looks for 16 things at once, each with a head of its own; two heads share one of its 8 keys and values.
 
-    A token has 16 queries, so it looks for 16 things at once, each with a head of its own. Two heads share a
-    key and a value, of which it has 8. positions: the n tokens' places in the text. cache[layer_idx] holds
-    the keys and values of all earlier tokens; the new ones' are added.
+    positions: the n tokens' places in the text. cache[layer_idx] holds the keys and values of earlier tokens.
     """
     name = f"model.layers.{layer_idx}.self_attn"
     # (n, 2048) -> (n, 16, 128) -> (16, n, 128): 16 vectors per token, then one matrix per head
     q = linear(x, f"{name}.q_proj.weight").reshape(-1, N_HEADS, D_HEAD).transpose(1, 0, 2)
     k = linear(x, f"{name}.k_proj.weight").reshape(-1, N_KV, D_HEAD).transpose(1, 0, 2)     # (8, n, 128)
     v = linear(x, f"{name}.v_proj.weight").reshape(-1, N_KV, D_HEAD).transpose(1, 0, 2)     # (8, n, 128)
-    if f"{name}.q_norm.weight" in W:                            # Llamas do without these two norms,
-        q = rms_norm(q, W[f"{name}.q_norm.weight"])             # which keep the dot products small
+    if f"{name}.q_norm.weight" in W:                            # Llamas do without these two norms, which
+        q = rms_norm(q, W[f"{name}.q_norm.weight"])             # keep the dot products small
         k = rms_norm(k, W[f"{name}.k_norm.weight"])
     q, k = apply_rope(q, k, positions)
     k, v = extend_cache(cache, layer_idx, k, v)                 # (8, total, 128) each
@@ -181,9 +176,9 @@ def attention(x, layer_idx, cache, positions):
 
 
 def linear(x, name):
-    """w times each token's vector, for the matrix w of that name: (n, in) -> (n, out); w is (out, in).
+    """The matrix w of that name, (out, in), times each token's vector: x (n, in) -> (n, out).
 
-    This is the same as x @ w.T, but NumPy is faster if w comes first, since it then reads w as it is stored.
+    This is the same as x @ w.T, but faster in NumPy, which in this order reads w just as it is stored.
     """
     return (W[name] @ x.T).T
 
@@ -209,39 +204,38 @@ def attend(q, k, v):
 
     q (16, n, 128): queries of the n new tokens; k and v (8, total, 128): of all tokens, the new ones last.
 
-    In each head, a row of q k^T / sqrt(128) holds a token's scores, which softmax turns into shares; so what
-    comes out is a weighted mean of values. Why sqrt(128)? A score is a sum of 128 terms, some positive, some
-    negative, that partly cancel: it is typically sqrt(128), about 11, times as large as one term. Without the
-    division the largest share would be nearly 1, and a token would take from one token only.
+    A row of q k^T / sqrt(128) holds a token's scores, which softmax turns into shares; so what comes out is a
+    weighted mean of values. Why sqrt(128)? A score is a sum of 128 terms, some positive, some negative, that
+    partly cancel: it is typically sqrt(128), about 11, times as large as one term. Without the division the
+    largest share would be nearly 1, and a token would take from one token only. Query heads 0 and 1 share
+    key/value head 0, and so on: half the cache of 16 key/value heads, for nearly the same quality.
 
-    Query heads 0 and 1 share key/value head 0, heads 2 and 3 share head 1, and so on: this takes half the
-    cache that 16 key/value heads would, for nearly the same quality. So each of the 8 is used twice:
-
-        q (16, n, 128)             head 0 | head 1 | head 2 | head 3 | ... | head 14 | head 15
-        k and v, (8, total, 128)   \_ head 0 _____/ \_ head 1 _____/  ...   \_ head 7 _______/
+        q (16, n, 128)              head 0   head 1   head 2   head 3   ...   head 14   head 15
+        k and v (8, total, 128)     \__ head 0 __/    \__ head 1 __/    ...    \___ head 7 ___/
 
     No token may look at a later one: in training each had to predict the next, and would only have copied
     it. So a later token's score becomes -inf, and its share e^-inf = 0. For n = 3 new tokens on 2 cached:
 
-                       key_pos  0 1 2 3 4
-        new token, query_pos 2  . . . x x       x: hidden
-        new token, query_pos 3  . . . . x
-        new token, query_pos 4  . . . . .
+                                 key_pos  0 1 2 3 4
+        new token at position 2           . . . x x       x: hidden, since key_pos > query_pos
+        new token at position 3           . . . . x
+        new token at position 4           . . . . .
     """
     n, total = q.shape[1], k.shape[1]
-    k, v = (xp.repeat(a, N_HEADS // N_KV, axis=0) for a in (k, v))              # (16, total, 128) each
-    scores = (q @ k.transpose(0, 2, 1)).astype(xp.float32) / math.sqrt(D_HEAD)  # (16, n, total)
+    k = xp.repeat(k, N_HEADS // N_KV, axis=0)                                   # (16, total, 128)
+    v = xp.repeat(v, N_HEADS // N_KV, axis=0)
+    scores = xp.asarray(q @ k.transpose(0, 2, 1), dtype=xp.float32) / math.sqrt(D_HEAD)     # (16, n, total)
     key_pos, query_pos = xp.arange(total), xp.arange(total - n, total)[:, None]
     is_later = key_pos > query_pos                                              # (n, total), as drawn above
     shares = softmax(xp.where(is_later, -math.inf, scores))                     # (16, n, total)
-    return shares.astype(v.dtype) @ v                                           # (16, n, 128)
+    return xp.asarray(shares, dtype=v.dtype) @ v                                # (16, n, 128)
 
 
 def softmax(scores):
-    """e^s / (sum of all e^s) for the scores s in each row: shares, none negative, that add up to 1.
+    """e^s / (sum of all e^s) for the scores s in each row: shares that are not negative and add up to 1.
 
-    A higher score gets a larger share. Subtracting the row's largest score from all scores makes numerator
-    and denominator smaller by the same factor, so it changes no share, but no e^s can become infinite.
+    Subtracting the row's largest score from all makes numerator and denominator smaller by the same factor.
+    This changes no share, and no e^s can become infinite.
     """
     exps = xp.exp(scores - xp.max(scores, axis=-1, keepdims=True))
     return exps / xp.sum(exps, axis=-1, keepdims=True)
@@ -249,13 +243,12 @@ def softmax(scores):
 
 # ==== Step 6: the SwiGLU feed-forward network ===============================================================
 def silu(gate):
-    """gate * sigmoid(gate) for each number by itself; sigmoid(a) = 1 / (1 + e^-a) lies between 0 and 1.
+    """gate / (1 + e^-gate) for each number by itself. Far below 0 it is nearly 0, far above 0 nearly gate.
 
-    Far below 0 the result is nearly 0, far above 0 nearly gate. Another name is swish; a SwiGLU is a
-    swish-gated linear unit.
+    Another name is swish; a SwiGLU is a swish-gated linear unit.
     """
-    gate32 = gate.astype(xp.float32)
-    return (gate32 / (1 + xp.exp(-gate32))).astype(gate.dtype)
+    gate32 = xp.asarray(gate, dtype=xp.float32)
+    return xp.asarray(gate32 / (1 + xp.exp(-gate32)), dtype=gate.dtype)
 
 
 def ffn(x, layer_idx):
@@ -287,9 +280,8 @@ def transformer_block(x, layer_idx, cache, positions):
 def forward(token_ids, cache, start_pos, last_only=False):
     """For each of n new tokens, score how well every token of the vocabulary would follow it: (n, 151936).
 
-    Such a score, which may be any number, is called a logit. token_ids: the n tokens; start_pos: how many the
-    cache holds already. last_only: only the last token's logits, (1, 151936), from which the next is chosen;
-    all rows serve for training, and for comparing with other programs.
+    Such a score, which may be any number, is called a logit. start_pos: how many tokens the cache holds. The
+    next token is chosen from the last row alone, (1, 151936) if last_only; training needs all rows.
     """
     positions = xp.arange(start_pos, start_pos + len(token_ids))
     x = embed(token_ids)                                        # (n, 1024)
@@ -302,19 +294,18 @@ def forward(token_ids, cache, start_pos, last_only=False):
 
 
 def nucleus(logits, temperature, top_p):
-    """The probability of drawing each token: (151936,) -> (151936,).
+    """The probability of drawing each token: (151936,) -> (151936,). Holtzman et al. 2019.
 
-    It begins with softmax(logits / temperature). A temperature below 1 makes likely tokens likelier, one
-    above 1 evens them out. Then it keeps the nucleus, the fewest of the likeliest tokens whose probabilities
-    add up to top_p (and those equal to the last of them), and gives all others 0. Why? Each of the others is
-    unlikely, but there are so many that one would be drawn now and then, and spoil all that follows.
-    Holtzman et al. 2019.
+    softmax(logits / temperature): a temperature below 1 makes likely tokens likelier, one above 1 evens them
+    out. Then the nucleus is kept, the fewest of the likeliest tokens whose probabilities add up to top_p (and
+    any that equal the last of them), and all others get 0. Why? Each of the others is unlikely, but they are
+    so many that one would be drawn now and then, and spoil all that follows.
     """
-    probs = softmax(logits.astype(xp.float32) / temperature)
+    probs = softmax(xp.asarray(logits, dtype=xp.float32) / temperature)
     if top_p < 1:
         falling = -xp.sort(-probs)                              # the largest first
-        likelier = xp.cumsum(falling) - falling                 # what those before it add up to; 0 for the first
-        least = xp.min(xp.where(likelier < top_p, falling, 1))  # keep one until those before it reach top_p
+        likelier = xp.cumsum(falling) - falling                 # the sum of all before it: 0 for the first
+        least = xp.min(xp.where(likelier < top_p, falling, 1))  # of those that are kept
         probs = xp.where(probs >= least, probs, 0)
     return probs / xp.sum(probs)
 
@@ -323,14 +314,14 @@ def sample(logits, temperature=0.0, top_p=0.95):
     """Choose a token: logits (151936,) -> its id, which int() takes.
 
     Temperature 0 takes the likeliest token ("greedy"). Such texts tend to repeat themselves; above 0 a token
-    of the nucleus is drawn at random, each as often as its probability says: a number below 1 is drawn, the
-    probabilities are added up one after another, and the first token where the sum passes the number is it.
+    is drawn, each as often as nucleus says: draw a number from 0 to 1, add up the probabilities one after
+    another, and take the first token at which the sum passes the number.
     """
     if temperature < 1e-5:                                      # 0, or too little to divide by
         return xp.argmax(logits)
-    probs = nucleus(logits, temperature, top_p)
     number = random.random()
-    return xp.argmax(xp.cumsum(probs) > number)                 # argmax finds the first that is true
+    sums = xp.cumsum(nucleus(logits, temperature, top_p))
+    return xp.argmax(sums > number)                             # argmax finds the first that is true
 
 
 # ==== Step 9: the generation loop, prefill and then decode ==================================================
@@ -340,23 +331,22 @@ PIECE = 2048 if mx.default_device() == mx.gpu else 256          # the most token
 def prefill(ids, cache, start_pos=0):
     """Pass the ids through the model to fill the cache; returns the last token's logits, (1, 151936).
 
-    A long text is passed in pieces, since attention's scores, one per head for each pair of tokens, would
-    take much memory. On a terminal tqdm shows a bar if this takes over a second.
+    A long text goes in pieces, since attention's scores, one per head for each pair of tokens, would take
+    much memory. On a terminal tqdm shows a bar if this takes over a second.
     """
     starts = range(0, len(ids), PIECE)
     for i in tqdm(starts, desc="prefill", delay=1, leave=False, disable=None):
         logits = forward(ids[i:i + PIECE], cache, start_pos + i, last_only=True)
-        mx.eval(logits)                                         # MLX is lazy: it computes only when it has to
-        mx.clear_cache()                                        # and keeps freed memory, if it is not told
+        mx.eval(logits)                                         # MLX computes only when it has to,
+        mx.clear_cache()                                        # and keeps freed memory until it is told
     return logits
 
 
 def next_tokens(ids, cache, start_pos=0, temperature=0.0, top_p=0.95):
-    """Yield each token that the model adds to ids, until it is one that ends the text.
+    """Yield each token that the model adds to ids, until one ends the text.
 
-    The prompt comes first, in prefill. After that comes decode: each pass takes one token, and finds the keys
-    and values of all others in the cache. start_pos: how many tokens the cache holds before ids (in a chat,
-    earlier turns).
+    The prompt comes first, in prefill. Then comes decode: each pass takes one token, and finds the keys and
+    values of all others in the cache. start_pos: how many tokens the cache holds before ids (in a chat).
     """
     logits = prefill(ids, cache, start_pos)
     pos = start_pos + len(ids)                                  # the place of the next token
@@ -366,58 +356,51 @@ def next_tokens(ids, cache, start_pos=0, temperature=0.0, top_p=0.95):
         if token in EOS_IDS:                                    # stop
             return
         yield token                                             # hand out
-        logits = forward([token], cache, pos)                   # pass it through the model; the cache grows
+        logits = forward([token], cache, pos)                   # pass it through the model: the cache grows
         pos += 1
 
 
 def generate(prompt, max_tokens=100, temperature=0.0, top_p=0.95):
     """The prompt and its continuation by up to max_tokens tokens, as one text.
 
-    text_pieces, below, makes text of tokens, the opposite of encode. [None] * N_LAYERS is an empty cache.
-    Raises ValueError as check_prompt and check_finite do, which follow.
+    [None] * N_LAYERS is an empty cache; text_pieces, below, is the opposite of encode. Raises ValueError as
+    check_prompt and check_finite do, which follow.
     """
     ids = check_prompt(encode(prompt), max_tokens)
     new = itertools.islice(next_tokens(ids, [None] * N_LAYERS, 0, temperature, top_p), max_tokens)
     return prompt + "".join(text_pieces(ids, new))
 
 
-# ==== What is refused before and while a text is made =======================================================
+# ==== What is refused while a text is made ==================================================================
 def refuse(wrong, message):
-    """Raise a ValueError with that message if the condition is true. The program prints it as one line."""
+    """Raise a ValueError with that message if wrong is true. The program prints it as one line."""
     if wrong:
         raise ValueError(message)
 
 
 def check_prompt(ids, max_tokens):
-    """Returns the ids. Raises ValueError if there are none, too many, or one beyond the embedding's rows."""
+    """Returns the ids. Raises ValueError if there are none, or too many for the context."""
     refuse(not ids, "the prompt is empty")
     refuse(len(ids) + max_tokens > MAX_POSITIONS,
            f"{len(ids)} tokens and {max_tokens} new ones do not fit in the context of {MAX_POSITIONS} tokens")
-    refuse(max(ids) >= VOCAB, f"the prompt has the token {tok.id_to_token(max(ids))!r} with the id "
-           f"{max(ids)}, but the embedding has only {VOCAB} rows")
     return ids
 
 
 def check_finite(logits):
-    """Raises ValueError if a logit is infinite or NaN (not a number), and names a damaged weight if it can."""
+    """Raises ValueError if a logit is infinite or NaN ("not a number"), and names a damaged weight if one is."""
     if not xp.isfinite(logits).all():
         damaged = [name for name, w in W.items() for part in parts(w) if not xp.isfinite(part).all()]
         raise ValueError(f"the logits are not finite; neither is {(damaged or ['a step on the way'])[0]}")
 
 
-def parts(w):
-    """The arrays of an entry of W: one, or the three of a packed matrix (see fused_linear)."""
-    return w if isinstance(w, tuple) else (w,)
-
-
 # ==== The same, faster ======================================================================================
 # Three sets of functions compute the same numbers, except for rounding. use_kernels puts one of them in place.
 #     "explicit"  the steps as they stand, on MLX's arrays: for gradients, and for 16 bits on a CPU
-#     "numpy"     the steps on NumPy's arrays, with two functions replaced: for a CPU
-#     "fused"     the steps on MLX's arrays, with eight functions replaced: for a GPU
+#     "fused"     the steps on MLX's arrays, but for the functions that begin with fused_: for a GPU
+#     "numpy"     the steps on NumPy's arrays, but for the two that begin with numpy_: for a CPU
 #
-# ---- "fused": a GPU takes a while to start each of its programs, which are called kernels. So a few large
-# kernels, which MLX has ready, are faster than many small ones.
+# ---- "fused": a kernel is a program that runs on the GPU. Each takes a while to start, so a few large ones,
+# which MLX has ready, are faster than many small ones.
 def fused_rms_norm(x, w):
     """rms_norm as one kernel."""
     return mx.fast.rms_norm(x, w, EPS)
@@ -431,63 +414,67 @@ def fused_apply_rope(q, k, positions):
 
 def fused_attend(q, k, v):
     """attend as one kernel, which never writes the scores to memory ("FlashAttention", Dao et al. 2022)."""
-    mask = "causal" if q.shape[1] > 1 else None                 # a single new token is the last: nothing to hide
-    out = mx.fast.scaled_dot_product_attention(q[None], k[None], v[None], scale=D_HEAD ** -0.5, mask=mask)
-    return out.squeeze(0)
+    options = {"scale": D_HEAD ** -0.5, "mask": "causal" if q.shape[1] > 1 else None}
+    return mx.fast.scaled_dot_product_attention(q[None], k[None], v[None], **options).squeeze(0)
 
 
 def fused_silu(gate):
-    """silu as two kernels instead of six. In 16 bits it rounds twice."""
+    """silu as two kernels instead of six. If gate has 16 bits, it is rounded twice."""
     return gate * mx.sigmoid(gate)
 
 
 def fused_extend_cache(cache, layer_idx, k, v):
-    """extend_cache with free rows: an entry is (keys, values, length), in arrays that hold up to 256 more.
+    """extend_cache with free rows: an entry is (keys, values, length), where the arrays have room for more.
 
-    Writing into a free row costs the same for every token, while concatenating copies all earlier ones. Free
-    rows hold NaN, "not a number". A copy of the cache may go on with another text: keys[:] is a new variable
-    for the same numbers, and MLX writes in place only if no other variable needs what was there before.
+    Writing into free rows costs the same for every token, while concatenating copies all earlier ones. keys[:]
+    is a new variable for the same array: if a copy of the cache still needs the old one, MLX writes into a
+    copy of the array, else in place. A free row of keys begins with NaN, which numpy_extend_cache looks for.
     """
     keys, values, length = cache[layer_idx] or (k[:, :0], v[:, :0], 0)
     total = length + k.shape[1]
     if total > keys.shape[1]:
         old_k, old_v, shape = keys[:, :length], values[:, :length], (N_KV, total + 256, D_HEAD)
-        keys, values = (xp.full(shape, xp.nan, dtype=k.dtype) for _ in range(2))
+        keys, values = xp.zeros(shape, dtype=k.dtype), xp.zeros(shape, dtype=k.dtype)
         keys[:, :length], values[:, :length] = old_k, old_v
+        keys[0, length:, 0] = math.nan
     keys, values = keys[:], values[:]
     keys[:, length:total], values[:, length:total] = k, v
     cache[layer_idx] = (keys, values, total)
     return keys[:, :total], values[:, :total]
 
 
+# A matrix can be packed, with 2 to 8 bits for a number. An entry of W is then three arrays: w, in which each
+# 32-bit integer holds several small ones, and a scale and a bias for each group of numbers in a row. A number
+# is scale * integer + bias. This saves memory; only the fused set can compute with it.
+def parts(w):
+    """The arrays of an entry of W, as a tuple: one, or three if it is packed."""
+    return w if isinstance(w, tuple) else (w,)
+
+
 def packing(w, scales, width):
-    """How a matrix with rows of width numbers is packed: bits per number, and numbers per scale."""
+    """How a matrix is packed whose rows have width numbers: the bits of each, and how many share a scale."""
     return {"bits": 32 * w.shape[-1] // width, "group_size": width // scales.shape[-1]}
 
 
 def fused_linear(x, name):
-    """linear, also for a packed matrix, which is unpacked as it is multiplied: this saves memory.
-
-    Packed, a number is an integer of 2 to 8 bits. W then holds three arrays: w, of 32-bit integers with some
-    numbers in each; and for each group of numbers in a row a scale and a bias: scale * integer + bias.
-    """
-    if not isinstance(W[name], tuple):
-        return x @ W[name].T
-    w, scales, biases = W[name]
-    return mx.quantized_matmul(x, w, scales, biases, **packing(w, scales, x.shape[-1]))
+    """linear, also for a packed matrix, which is unpacked as it is multiplied."""
+    w, *scales_biases = parts(W[name])
+    if not scales_biases:
+        return x @ w.T
+    return mx.quantized_matmul(x, w, *scales_biases, **packing(w, scales_biases[0], x.shape[-1]))
 
 
 def fused_embed(token_ids):
     """embed, also for a packed matrix, of which only the rows that are asked for are unpacked."""
-    rows = [part[mx.array(token_ids)] for part in parts(W["model.embed_tokens.weight"])]
-    return mx.dequantize(*rows, **packing(rows[0], rows[1], D_MODEL)) if len(rows) == 3 else rows[0]
+    w, *scales_biases = [part[mx.asarray(token_ids)] for part in parts(W["model.embed_tokens.weight"])]
+    return mx.dequantize(w, *scales_biases, **packing(w, scales_biases[0], D_MODEL)) if scales_biases else w
 
 
 def fused_next_tokens(ids, cache, start_pos=0, temperature=0.0, top_p=0.95):
     """next_tokens, but each pass is queued before the token that it starts from is known to Python.
 
-    So the GPU never waits for Python. The price: when the text ends, one pass too many has been queued. What
-    is queued in one call of async_eval is ready together, so the token and the pass after it go in two.
+    So the GPU does not wait for Python; the price is that one pass too many has been queued when the text
+    ends. What one call of async_eval queues is ready together: so the token does not go with the pass.
     """
     logits = prefill(ids, cache, start_pos)
     for pos in itertools.count(start_pos + len(ids)):
@@ -502,72 +489,69 @@ def fused_next_tokens(ids, cache, start_pos=0, temperature=0.0, top_p=0.95):
         yield int(token)
         logits = next_logits
         if pos % 256 == 0:
-            mx.clear_cache()                                    # MLX's memory, not our cache: see prefill
+            mx.clear_cache()                                    # as in prefill
 
 
-# ---- "numpy": products of matrices and small operations are faster in NumPy than in MLX on a CPU.
+# ---- "numpy": on a CPU NumPy is faster than MLX, but it needs help with the cache and with attention.
 def numpy_extend_cache(cache, layer_idx, k, v):
-    """fused_extend_cache, with what goes without saying in MLX: copies of a cache, and gradients.
+    """fused_extend_cache for NumPy, which always writes in place, and knows no gradients.
 
-    NumPy always writes in place. So if the next row is not free, another text went on from a copy of this
-    cache: its rows must stay, and new arrays are made. And MLX does not see what NumPy computes: a gradient
-    would be 0. Whoever asks for one puts MLX arrays into W, and is told what to do.
+    A row that is not free belongs to another text, which went on from a copy of this cache: then both get
+    arrays of their own. MLX would not see what NumPy computes, and say that every gradient is 0: so whoever
+    puts MLX arrays into W to ask for one is refused.
     """
     refuse(layer_idx == 0 and any(isinstance(w, mx.array) for w in W.values()),
-           'NumPy has no gradients, and W holds MLX arrays: use_kernels("explicit")')
+           'W has MLX arrays, with which only the "explicit" and "fused" kernels compute')
     if cache[layer_idx] is not None:
         keys, values, length = cache[layer_idx]
-        if length < keys.shape[1] and not np.isnan(keys[0, length, 0]):
-            cache[layer_idx] = keys[:, :length], values[:, :length], length     # no free rows here
+        if not np.isnan(keys[0, length:length + 1, 0]).all():
+            cache[layer_idx] = keys[:, :length], values[:, :length], length     # cut off: there is no room
     return fused_extend_cache(cache, layer_idx, k, v)
 
 
 def numpy_attend(q, k, v):
-    """attend, one key/value head after another: all write their scores into the same array.
+    """attend, one key/value head after another: all write their scores into the same memory.
 
-    A long text has more scores than q and the result have numbers: so q is scaled, and the result is divided
-    by the sum, instead of the scores. Only the new tokens' columns can be later, so the mask, 0 or -inf, is
-    added to these. The two query heads that share a head lie one below the other: 2n rows.
+    The rows of the query heads that share the head are stacked: 2n rows. A long text has more scores than q
+    and the result have numbers, so q is scaled, and the result divided by the sums. Only among the columns of
+    the n new tokens are later ones: to these a mask of 0 and -inf is added.
     """
     n, total, sharing = q.shape[1], k.shape[1], N_HEADS // N_KV
     q = q.reshape(N_KV, sharing * n, D_HEAD) / np.float32(math.sqrt(D_HEAD))    # (8, 2n, 128)
     mask = np.tile(np.triu(np.full((n, n), -np.inf, dtype=np.float32), 1), (sharing, 1))        # (2n, n)
-    out = np.empty((*q.shape[:2], v.shape[2]), dtype=np.float32)                # (8, 2n, 128)
     scores = np.empty((sharing * n, total), dtype=np.float32)
+    out = np.empty((N_KV, sharing * n, v.shape[2]), dtype=np.float32)           # (8, 2n, 128)
     for head in range(N_KV):
         np.matmul(q[head], k[head].T, out=scores)
         scores[:, -n:] += mask
-        scores -= scores.max(axis=1, keepdims=True)
+        scores -= scores.max(axis=1, keepdims=True)                             # from here on it is softmax
         np.exp(scores, out=scores)
         out[head] = scores @ v[head] / scores.sum(axis=1, keepdims=True)
-    return out.reshape(N_HEADS, n, -1)
+    return out.reshape(N_HEADS, n, -1)                                          # (16, n, 128)
 
 
-KERNELS = {"explicit": {}, "fused": {
-    "extend_cache": fused_extend_cache, "attend": fused_attend, "apply_rope": fused_apply_rope,
-    "rms_norm": fused_rms_norm, "silu": fused_silu, "linear": fused_linear, "embed": fused_embed,
-    "next_tokens": fused_next_tokens}, "numpy": {"extend_cache": numpy_extend_cache, "attend": numpy_attend}}
-STEPS_OWN = {name: globals()[name] for name in KERNELS["fused"]}                # what each set begins with
+KERNELS = {kind: {name.removeprefix(f"{kind}_"): function for name, function in globals().items()
+                  if name.startswith(f"{kind}_")} for kind in ("explicit", "fused", "numpy")}
+FUNCTIONS_OF_THE_STEPS = {name: globals()[name] for name in KERNELS["fused"]}
 
 
 def use_kernels(wanted):
-    """From now on compute with one of the sets, "explicit", "fused" or "numpy"; W becomes its library's.
+    """From now on compute with one of the sets, and have W in its library's arrays (for NumPy: views of MLX's).
 
     NumPy has no bfloat16 and is slow with float16: if W is not float32, "numpy" means the explicit set.
     Raises ValueError if there is no such set, or if it can't compute with what is in W.
     """
     global xp, kernels, wanted_kernels
     refuse(wanted not in KERNELS, f"there are no {wanted!r} kernels")
-    refuse(wanted != "fused" and any(isinstance(w, tuple) for w in W.values()), "packed weights need fused kernels")
-    has_16_bits = any(w.dtype in (mx.bfloat16, mx.float16) for w in W.values() if isinstance(w, mx.array))
-    kernels = "explicit" if wanted == "numpy" and has_16_bits else wanted
-    wanted_kernels = wanted                                     # for the next load_model
+    refuse(wanted != "fused" and any(type(w) is tuple for w in W.values()), "packed weights need fused kernels")
+    wanted_kernels = kernels = wanted                           # the former is for the next load_model
+    if wanted == "numpy" and any(w.dtype in (mx.bfloat16, mx.float16) for w in W.values()):
+        kernels = "explicit"
     xp = np if kernels == "numpy" else mx
-    np.seterr(over="ignore", invalid="ignore")                  # e^89 is infinite: in silu this is right
-    as_xp = np.asarray if xp is np else lambda w: mx.array(w) if isinstance(w, np.ndarray) else w
-    converted = {id(w): as_xp(w) for w in W.values()}           # a tied head stays the embedding
-    W.update({name: converted[id(w)] for name, w in W.items()})
-    globals().update(STEPS_OWN | KERNELS[kernels])
+    np.seterr(over="ignore", invalid="ignore")                  # as in MLX: silu's e^89 may be infinite
+    arrays = {id(w): w if isinstance(w, tuple) else xp.asarray(w) for w in W.values()}
+    W.update({name: arrays[id(w)] for name, w in W.items()})    # two names of one array, as of a tied head, stay so
+    globals().update(FUNCTIONS_OF_THE_STEPS | KERNELS[kernels])
 
 
 use_kernels("fused" if mx.default_device() == mx.gpu else "numpy")
@@ -575,39 +559,34 @@ use_kernels("fused" if mx.default_device() == mx.gpu else "numpy")
 
 # ==== Text as it appears ====================================================================================
 def text_pieces(prompt_ids, new_ids):
-    """Yield the text that each new token adds, '' while a character is not whole; at the end the rest, if any.
+    """Yield the text that each new token adds, "" while a character is not whole; at the end the rest, if any.
 
     A token can hold part of a character: an emoji has 4 bytes, and may come as 3 tokens. Decoded too early,
-    it is U+FFFD, the sign for damaged text. So text that ends in this sign is held back until more has come.
-    A token's text can also depend on the one before it. So the last tokens with whole text are decoded twice,
-    without and with the new ones: the difference is new. Joined, the pieces are the text of all tokens
-    without the prompt's.
+    it is U+FFFD, the sign for damaged text. So a text that ends in this sign is held back until more tokens
+    have come. What a token adds can depend on the one before it: so the tokens since the last but one whole
+    place are decoded twice, without the new ones and with them, and what is longer then is new. Joined, the
+    pieces are the text of all tokens without the prompt's.
     """
-    ids = list(prompt_ids)
-    begin, shown = 0, len(ids)                                  # ids[:shown] are shown; begin: see above
+    ids, begin, shown = list(prompt_ids), 0, len(prompt_ids)    # the text of ids[:shown] has been handed out
+
+    def held_back():
+        return tok.decode(ids[begin:])[len(tok.decode(ids[begin:shown])):]
+
     for token in new_ids:
         ids.append(token)
-        piece = tok.decode(ids[begin:])[len(tok.decode(ids[begin:shown])):]
-        if piece.endswith("\ufffd"):
-            piece = ""
-        if piece:
+        piece = held_back()
+        if not piece or piece.endswith("\ufffd"):
+            yield ""
+        else:
             begin, shown = shown, len(ids)
-        yield piece
-    if rest := tok.decode(ids[begin:])[len(tok.decode(ids[begin:shown])):]:
+            yield piece
+    if rest := held_back():
         yield rest
 
 
 # ==== A conversation in Qwen3's chat template, with --chat ==================================================
 # "Hello" becomes <|im_start|>user\nHello<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n, and the
-# model goes on. The empty thought makes it answer at once; with --think it is left out, and the model thinks.
-def check_chat_form():
-    """Raises ValueError if the loaded model can't hold a conversation in this form."""
-    refuse(tok.token_to_id("<|im_end|>") not in EOS_IDS, "--chat needs a model that ends turns in <|im_end|>")
-    # Llama 2's tokenizer puts a space (U+2581) before a text: here before each part of a turn, so too many
-    refuse("\u2581" in "".join(tok.encode("a", add_special_tokens=False).tokens),
-           "--chat needs a tokenizer that does not mark the beginning of a text")
-
-
+# model goes on. With this empty thought it answers at once; with --think it has to write one of its own.
 def check_utf8(text):
     """Raises ValueError for a text from bytes that are not UTF-8: Python reads them as U+DC80 to U+DCFF."""
     refuse(re.search("[\ud800-\udfff]", text), "this is not UTF-8 text")
@@ -636,10 +615,11 @@ def typed_lines():
 def chat(questions, system=None, think=False, max_tokens=1000, temperature=0.0, top_p=0.95):
     """Print an answer to each of the questions, as turns of one conversation. False if one was refused.
 
-    Thoughts are not kept, as in Qwen3's own template: an answer is made with a copy of the cache, which is
-    then dropped, and its text without the thought is passed through the model with the next question. At a
-    terminal Ctrl-C stops an answer, and what was shown of it stays part of the conversation.
+    An answer is made with a copy of the cache, which is then dropped. With the next question the answer's
+    text, without its thought, is passed through the model: in Qwen3's own template, too, thoughts are not
+    kept. At a terminal Ctrl-C stops an answer, and what was shown of it stays part of the conversation.
     """
+    refuse(tok.token_to_id("<|im_end|>") not in EOS_IDS, "--chat needs a model that ends turns in <|im_end|>")
     thought = "" if think or tok.token_to_id("<think>") is None else "<think>\n\n</think>\n\n"
     opening = ids_of(f"<|im_start|>assistant\n{thought}")
     dim, plain, all_well = terminal_code(2), terminal_code(0), True             # dim: for thoughts
@@ -681,23 +661,20 @@ WATCHED = ("embed", "rms_norm", "apply_rope", "extend_cache", "attend", "attenti
 def watch(run):
     """Call run(); return the calls of functions in WATCHED, in the order in which they began.
 
-    A call is (path, arguments, result). path: the names of the functions that were running, the outermost
+    A call is [path, arguments, result]. path: the names of the functions that were running, the outermost
     first and its own last, such as ("forward", "transformer_block", "ffn", "linear").
     """
-    calls, path, functions = [], [], {name: globals()[name] for name in WATCHED}
+    calls, running, functions = [], [], {name: globals()[name] for name in WATCHED}
 
-    def watched(name):
-        def call(*args, **options):
-            path.append(name)
-            place, own_path = len(calls), tuple(path)
-            calls.append(None)                                  # its place, until the result is known
-            result = functions[name](*args, **options)
-            calls[place] = own_path, args, result
-            path.pop()
-            return result
-        return call
+    def watched(name, *args, **options):
+        running.append(name)
+        call = [tuple(running), args]
+        calls.append(call)
+        call.append(functions[name](*args, **options))
+        running.pop()
+        return call[-1]
 
-    globals().update({name: watched(name) for name in WATCHED})
+    globals().update({name: functools.partial(watched, name) for name in WATCHED})
     try:
         run()
     finally:
@@ -707,31 +684,28 @@ def watch(run):
 
 def shapes_of(values):
     """The shapes of an array, or of the arrays in a tuple, as text."""
-    values = values if isinstance(values, tuple) else (values,)
-    return " ".join(str(value.shape) for value in values if hasattr(value, "shape"))
+    return " ".join(str(value.shape) for value in parts(values) if hasattr(value, "shape"))
 
 
 def trace(prompt):
     """Print each call of a function in WATCHED in one decode pass: weight or layer, shapes in, out, type."""
     ids, cache = check_prompt(encode(prompt), 2), [None] * N_LAYERS
-    logits, names = prefill(ids, cache), {id(w): name for name, w in W.items()}
-    check_finite(logits)
-    token = int(sample(logits[-1]))
+    token = next(next_tokens(ids, cache), min(EOS_IDS, default=0))
+    names = {id(w): name for name, w in W.items()}
     for path, args, result in watch(lambda: sample(forward([token], cache, len(ids))[-1])):
         labels = [names.get(id(a), a) for a in args if id(a) in names or isinstance(a, str)]
         labels += [f"layer {a}" for a in args if isinstance(a, int) and path[-1] != "forward"]
-        dtype = str((result[0] if isinstance(result, tuple) else result).dtype).removeprefix("mlx.core.")
-        call = " ".join([path[-1], *labels])
-        print(f"{'  ' * (len(path) - 1)}{call}: {shapes_of(args)} -> {shapes_of(result)} {dtype}")
+        dtype = str(parts(result)[0].dtype).removeprefix("mlx.core.")
+        call = "  " * (len(path) - 1) + " ".join([path[-1], *labels])
+        print(f"{call}: {shapes_of(args)} -> {shapes_of(result)} {dtype}")
 
 
 # ==== Looking inside: the nine steps on your own prompt, with --explain =====================================
 # What one call of a function costs, from its arguments and its result: multiply-adds, and bytes that it reads
-COSTS = {
-    "embed": lambda token_ids, x: (0, x.nbytes),
-    "rms_norm": lambda x, w, normed: (0, w.nbytes),
-    "linear": lambda x, name, out: (len(x) * W[name].size, W[name].nbytes),
-    "attend": lambda q, k, v, out: (2 * q.size * k.shape[1], k.nbytes + v.nbytes)}
+COSTS = {"embed": lambda token_ids, x: (0, x.nbytes),
+         "rms_norm": lambda x, w, normed: (0, w.nbytes),
+         "linear": lambda x, name, out: (len(x) * W[name].size, W[name].nbytes),
+         "attend": lambda q, k, v, out: (2 * q.size * k.shape[1], k.nbytes + v.nbytes)}
 
 
 def terminal_code(number):
@@ -741,7 +715,7 @@ def terminal_code(number):
 
 
 def spell(token_id):
-    """A token in quotes, so that a space before it shows; if it is no whole character, its name."""
+    """A token in quotes, so that a space before it shows; its name, if it is no whole character."""
     text = tok.decode([token_id], skip_special_tokens=False)
     return repr(tok.id_to_token(token_id) if "\ufffd" in text else text)[:20]
 
@@ -763,15 +737,15 @@ def show_costs(seen, calls, n, speed):
     pass, as watch returns them; speed in tokens/s. A step's cost includes the functions that it calls.
     """
     def cost(wanted):
-        """The multiply-adds and bytes of the calls for whose path wanted(path) is true."""
+        """The multiply-adds and bytes of all calls for whose path wanted(path) is true."""
         costs = [COSTS[path[-1]](*args, result) for path, args, result in calls
                  if path[-1] in COSTS and wanted(path)]
         return [sum(column) for column in zip((0, 0), *costs)]
 
-    steps = {f"{number} {name}": cost(lambda path: name in path) for number, name in [
-        (2, "embed"), (3, "rms_norm"), (4, "apply_rope"), (5, "attention"), (6, "ffn"), (7, "transformer_block"),
-        (8, "linear"), (8, "forward"), (8, "sample")]}
-    steps["8 linear"] = cost(lambda path: path == ("forward", "linear"))        # only that of the output matrix
+    steps = {step: cost(lambda path: step[2:] in path) for step in [
+        "2 embed", "3 rms_norm", "4 apply_rope", "5 attention", "6 ffn", "7 transformer_block", "8 linear",
+        "8 forward", "8 sample"]}
+    steps["8 linear"] = cost(lambda path: path == ("forward", "linear"))        # only by the output matrix
     (adds, read), (cache_adds, cache_read) = steps["8 forward"], cost(lambda path: path[-1] == "attend")
     show("Steps 2 to 8: the shapes of the prompt's pass; each step's share of the work for the next token",
          "Look at how little norm, RoPE and embedding cost: nearly all is products with matrices.",
@@ -787,14 +761,11 @@ def show_costs(seen, calls, n, speed):
 
 
 def show_rope(q, k, n):
-    """Print how far each position turns a pair, and that a turned query and key see only their distance.
-
-    q (16, ...) and k (8, ...): one query and one key are taken from them, and put at every position.
-    """
+    """Print how far RoPE turns, and one query (from q) times one key (from k), put at every position."""
     half, far = D_HEAD // 2, n + 101
     turn = [math.degrees(THETA ** (-pair / half)) for pair in (0, half // 2, half - 1)]
-    q, k = (xp.repeat(x[:1, -1:].astype(xp.float32), far, axis=1) for x in (q, k))      # (1, far, 128)
-    q, k = apply_rope(q, k, xp.arange(far))
+    q, k = (xp.repeat(xp.asarray(x[:1, -1:], dtype=xp.float32), far, axis=1) for x in (q, k))
+    q, k = apply_rope(q, k, xp.arange(far))                     # (1, far, 128) each
     by_1, by_4 = (xp.sum(q[0, apart:] * k[0, :-apart], axis=-1).tolist() for apart in (1, 4))
     show("Step 4: how far RoPE turns, in degrees, and a query times a key that stand 1 and 4 tokens apart",
          "Look at the last two columns: the position changes nothing, only the distance does.",
@@ -808,12 +779,13 @@ def show_layers(ids, seen):
     n, shades = len(ids), " .:-=+*#%@"
     columns = sorted({*range(n)[:4], *range(n)[-20:]})          # all tokens, if there are up to 24
     width = 2 if n <= 12 else 1
-    x = xp.concatenate([x[-1:] for _, x in seen["transformer_block"]])              # (28, 1024)
-    lens = softmax(linear(rms_norm(x, W["model.norm.weight"]), "lm_head.weight").astype(xp.float32))
+    x = xp.concatenate([x[-1:] for _, x in seen["transformer_block"]])                      # (28, 1024)
+    logits = linear(rms_norm(x, W["model.norm.weight"]), "lm_head.weight")                  # (28, 151936)
+    lens = softmax(xp.asarray(logits, dtype=xp.float32))
     rows = [" " * 9 + "|".ljust(width) * column + spell(ids[i]) for column, i in enumerate(columns)]
     for layer, ((q, k, _), _) in enumerate(seen["attend"]):
         # If token i's value is 1 in place i and 0 elsewhere, a weighted mean of values is the weights: (16, n)
-        shares = attend(q[:, -1:], k, xp.stack([xp.eye(n, dtype=q.dtype)] * N_KV))[:, 0].astype(xp.float32)
+        shares = attend(q[:, -1:], k, xp.stack([xp.eye(n, dtype=q.dtype)] * N_KV))[:, 0]
         largest, head = xp.max(shares, axis=0).tolist(), int(xp.argmax(xp.max(shares, axis=-1)))
         strip = "".join(shades[round(9 * largest[i])] * width for i in columns)
         answer = int(xp.argmax(lens[layer]))
@@ -826,42 +798,40 @@ def show_layers(ids, seen):
 
 def explain(prompt):
     """Print what happens to a prompt, step by step. Raises ValueError as check_prompt does, or if the prompt
-    has over 256 tokens (prefill may cut it), or if weights are packed (COSTS does not count these)."""
+    has over 256 tokens (prefill may cut it), or if weights are packed (COSTS can't count them)."""
     ids, cache = check_prompt(encode(prompt), 8), [None] * N_LAYERS
-    n, packed = len(ids), any(isinstance(w, tuple) for w in W.values())
-    refuse(n > 256 or packed,
-           f"--explain needs {'weights that are not packed' if packed else f'up to 256 tokens, not {n}'}")
-    calls = watch(lambda: sample(prefill(xp.array(ids), cache)[-1]))
+    n = len(ids)
+    refuse(n > 256, f"--explain needs a prompt of up to 256 tokens, not {n}")
+    refuse(any(isinstance(w, tuple) for w in W.values()), "--explain needs weights that are not packed")
+    calls = watch(lambda: sample(prefill(ids, cache)[-1]))
     seen = {name: [call[1:] for call in calls if call[0][-1] == name] for name in WATCHED}
-    longer, rows, start = list(ids), [seen["forward"][0][1][-1]], time.perf_counter()
-    check_finite(rows[0])
+    logits, longer, cache_of_prompt = [seen["forward"][0][1][-1]], list(ids), list(cache)
+    check_finite(logits[0])
+    start = time.perf_counter()
     for pos in range(n, n + 8):
-        longer.append(int(sample(rows[-1])))
-        rows.append(forward(longer[-1:], cache, pos)[-1])
-    mx.eval(rows)
+        longer.append(int(sample(logits[-1])))
+        logits.append(forward(longer[-1:], cache, pos)[-1])
+    mx.eval(logits)
     speed = 8 / (time.perf_counter() - start)
+    first_pass = watch(lambda: forward(longer[n:n + 1], cache_of_prompt, n))
+    recomputed = forward(longer[:-1], [None] * N_LAYERS, 0)[-8:]                # at once, with nothing cached
 
     show("Step 1: the prompt's tokens", "Look at the spaces: they belong to the word that follows.",
-         "position       id  text", *[f"{i:8} {t:8}  {spell(t)}" for i, t in enumerate(ids)])
-    again = [None] * N_LAYERS
-    prefill(ids, again)
-    show_costs(seen, watch(lambda: forward(longer[n:n + 1], again, n)), n, speed)
+         "position       id  text or name", *[f"{i:8} {t:8}  {spell(t)}" for i, t in enumerate(ids)])
+    show_costs(seen, first_pass, n, speed)
     show_rope(*seen["apply_rope"][-1][0][:2], n)
     show_layers(ids, seen)
-
-    probs, kept = nucleus(rows[0], 1, 1), nucleus(rows[0], 0.7, 0.95)
+    probs, kept = nucleus(logits[0], 1, 1), nucleus(logits[0], 0.7, 0.95)
     show(f"Step 8: the likeliest next tokens; at temperature 0.7 top-p 0.95 keeps {int(xp.sum(kept > 0))}",
          "Look at how temperature and top-p sharpen the choice.",
          f"{'id':>8} {'probability':23} {'at 0.7 and 0.95':23} token",
          *[f"{i:8} {bar(probs[i].item())} {bar(kept[i].item())} {spell(i)}"
            for i in xp.argsort(-probs)[:5].tolist()])
-
-    recomputed = forward(longer[:-1], [None] * N_LAYERS, 0)[-8:]                # at once, with nothing cached
     show("Step 9: the next 8 tokens, decoded from the cache and recomputed without one",
          "Look at both ids: they should be the same, and the logits differ by rounding only.",
          "  cached  recomputed  largest difference of the logits",
          *[f"{token:8} {int(xp.argmax(new)):11} {xp.max(xp.abs(old - new)).item():11.2e}  {spell(token)}"
-           for token, old, new in zip(longer[n:], rows, recomputed)])
+           for token, old, new in zip(longer[n:], logits, recomputed)])
 
 
 # ==== Loading a checkpoint: what it must hold, and what is refused ==========================================
@@ -871,21 +841,21 @@ CONSTANTS = {"N_LAYERS": "num_hidden_layers", "D_MODEL": "hidden_size", "D_FF": 
              "N_HEADS": "num_attention_heads", "N_KV": "num_key_value_heads", "D_HEAD": "head_dim",
              "VOCAB": "vocab_size", "MAX_POSITIONS": "max_position_embeddings", "EPS": "rms_norm_eps",
              "THETA": "rope_theta"}
-# Fields that may ask for other steps than these nine, with the values that do not
-SUPPORTED = {
-    "model_type": ["qwen3", "llama"], "hidden_act": ["silu"], "attention_bias": [False], "mlp_bias": [False],
-    "rope_type": ["default", "linear"], "type": ["default", "linear"], "factor": [1], "is_causal": [True],
-    "partial_rotary_factor": [1], "rope_interleaved": [False], "rope_traditional": [False],
-    "use_sliding_window": [False], "layer_types": ["full_attention"], "num_experts": [0],
-    "num_local_experts": [0], "tie_word_embeddings": [True, False]}
+# Fields that may ask for other steps than these nine, each with the values that do not
+SUPPORTED = {"model_type": ["qwen3", "llama"], "hidden_act": ["silu"], "attention_bias": [False],
+             "mlp_bias": [False], "is_causal": [True], "use_sliding_window": [False],
+             "layer_types": ["full_attention"], "num_experts": [0], "num_local_experts": [0],
+             "rope_type": ["default", "linear"], "type": ["default", "linear"], "factor": [1],
+             "partial_rotary_factor": [1], "rope_interleaved": [False], "rope_traditional": [False],
+             "tie_word_embeddings": [True, False]}
 
 
 def load_model(folder, dtype=None, quantize=None):
     """Fill W, tok and the constants from a folder in Hugging Face form, such as Qwen3-0.6B/.
 
-    A checkpoint is three files: config.json has sizes and settings, tokenizer.json what Step 1 needs, and
-    model.safetensors the weights. To load it is to check that they ask for just the steps above, and to bring
-    the weights into the type to compute in.
+    config.json says how large the model is, tokenizer.json has what Step 1 needs, and model.safetensors has
+    the weights. To load them is to check that they ask for these nine steps and no others, and to bring the
+    weights into the type that is computed in.
 
     dtype: that type. None: as stored on a GPU; float32 on a CPU, where bfloat16 products are slow. quantize:
     the bits, 4 or 8, to which matrices are rounded; None leaves them as they are. On a GPU this saves memory;
@@ -893,27 +863,25 @@ def load_model(folder, dtype=None, quantize=None):
     file can't be read, and ValueError, in one line that names the field or tensor, if this would not compute
     the checkpoint exactly. After an error the model that was loaded before is still in place.
     """
-    refuse(quantize not in (None, 4, 8), f"quantize is {quantize}, not 4 or 8")
     refuse(dtype not in (None, *FLOATS), f"dtype is {dtype}, not one of {FLOATS}")
+    refuse(quantize not in (None, 4, 8), f"quantize is {quantize}, not 4 or 8")
     folder, on_gpu = Path(folder), mx.default_device() == mx.gpu and wanted_kernels != "numpy"
-    config = read_config(folder)
-    constants = read_constants(folder, config)
+    config, constants = read_config(folder)
     constants["tok"] = read_tokenizer(folder / "tokenizer.json", constants["VOCAB"])
     stored, weights = read_weights(folder), {}                  # so far only the files' headers are read
     if dtype is None:
         dtype = stored["model.norm.weight"].dtype if on_gpu and "model.norm.weight" in stored else mx.float32
     has_head = any(name.startswith("lm_head.") for name in stored)
-    tied = config.get("tie_word_embeddings", not has_head)
+    tied = config.get("tie_word_embeddings", not has_head)      # the head is the embedding, and may be stored
     for name, shape in expected_tensors(constants, config["model_type"] == "qwen3", has_head or not tied):
         with naming(f"{folder}: {name}"):
-            w = take(stored, name, shape, quantize)
-            weights[name] = w = in_type(w, dtype, shape[-1], on_gpu and wanted_kernels == "fused")
-            if name == "lm_head.weight" and tied:               # some tied checkpoints store the head, too
-                pairs = zip(parts(w), parts(weights["model.embed_tokens.weight"]))
+            weights[name] = take(stored, name, shape, dtype, quantize, on_gpu and wanted_kernels == "fused")
+            if name == "lm_head.weight" and tied:
+                pairs = zip(parts(weights[name]), parts(weights["model.embed_tokens.weight"]))
                 refuse(not all(mx.array_equal(a, b) for a, b in pairs),
-                       "it differs from the embedding, and tie_word_embeddings is true")
-    left = [name for name in stored if not name.endswith("rotary_emb.inv_freq")]        # old Llamas' angles
-    refuse(left, f"{folder}: {left[:1]} is a tensor that no step uses")
+                       "tie_word_embeddings is true, but it is not the embedding")
+    unused = [name for name in stored if not name.endswith("rotary_emb.inv_freq")]      # which old Llamas have
+    refuse(unused, f"{folder}: {unused[:1]} is not used by these steps")
     stored = None                                               # so each can be freed after its conversion
     for w in weights.values():
         mx.eval(w)                                              # now the weights are read
@@ -922,15 +890,17 @@ def load_model(folder, dtype=None, quantize=None):
     W.clear()
     W.update(weights)
     globals().update(constants)
-    use_kernels(wanted_kernels)                                 # W's type decides which functions can run
+    use_kernels(wanted_kernels)                                 # which of them can run depends on W's type
 
 
 @contextlib.contextmanager
 def naming(thing):
-    """Put a file's or tensor's name before what is said of an error in the block, as a ValueError."""
+    """Put a file's or tensor's name before what an error in the block says. An OSError names its file."""
     try:
         yield
-    except (ValueError, TypeError, RuntimeError, RecursionError) as error:
+    except OSError:
+        raise
+    except Exception as error:                                  # tokenizers has no class of its own
         raise ValueError(f"{thing}: {error}") from None
 
 
@@ -939,35 +909,34 @@ def read_json(path):
     with naming(path):
         found = json.loads(path.read_bytes(), object_hook=lambda fields: {
             field: value for field, value in fields.items() if value is not None})
-        refuse(not isinstance(found, dict), "is not a JSON object")
+        refuse(not isinstance(found, dict), "it is not a JSON object")
     return found
 
 
+def read_generation_config(folder):
+    """What a model's authors advise for sampling, and end tokens: {} if they do not."""
+    path = Path(folder) / "generation_config.json"
+    return read_json(path) if path.exists() else {}
+
+
 def read_config(folder):
-    """config.json as a dict, with the fields for RoPE among the others. ValueError names a field."""
-    config = read_json(folder / "config.json")
-    with naming(folder / "config.json"):
+    """config.json as a dict, and {name: value} of the constants. ValueError names a field."""
+    path, constants = folder / "config.json", {}
+    config = {"model_type": "missing", "rope_theta": 10000} | read_json(path)
+    with naming(path):
         for field in ("rope_scaling", "rope_parameters"):       # transformers 5: rope_theta is in the latter
             rope = config.pop(field, {})
             refuse(not isinstance(rope, dict), f"{field} is {json.dumps(rope)}, which is not supported")
             config |= rope
-        refuse("model_type" not in config, "model_type is missing")
-        for field in SUPPORTED.keys() & config.keys():
-            found = config[field] if isinstance(config[field], list) else [config[field]]
-            refuse(any(value not in SUPPORTED[field] for value in found),
-                   f"{field} is {json.dumps(config[field])}, which is not supported")
-    return config
-
-
-def read_constants(folder, config):
-    """{name: value} of the constants, with transformers' defaults. ValueError names the field."""
-    config = {"num_key_value_heads": config.get("num_attention_heads"), "rope_theta": 10000} | config
-    constants = {}
-    with naming(folder / "config.json"):
+        for field, supported in SUPPORTED.items():
+            found = config.get(field, supported[0])
+            refuse(any(value not in supported for value in (found if isinstance(found, list) else [found])),
+                   f"{field} is {json.dumps(found)}, which is not supported")
+        config.setdefault("num_key_value_heads", config.get("num_attention_heads"))
         for name, field in CONSTANTS.items():
-            if name == "D_HEAD" and field not in config:        # in Llamas, D_MODEL / N_HEADS
-                is_qwen3 = config["model_type"] == "qwen3"
-                config[field] = 128 if is_qwen3 else constants["D_MODEL"] // constants["N_HEADS"]
+            if name == "D_HEAD" and field not in config:        # transformers' default
+                is_llama = config["model_type"] == "llama"
+                config[field] = constants["D_MODEL"] // constants["N_HEADS"] if is_llama else 128
             value, kind = config.get(field), float if name in ("EPS", "THETA") else int
             refuse(type(value) not in (int, kind) or not 0 < value < 2**53,
                    f"{field} is {json.dumps(value)}, not a positive {kind.__name__}")
@@ -975,43 +944,33 @@ def read_constants(folder, config):
         heads, kv_heads = constants["N_HEADS"], constants["N_KV"]
         refuse(heads % kv_heads, f"num_attention_heads {heads} is no multiple of num_key_value_heads {kv_heads}")
         refuse(constants["D_HEAD"] % 2, f"head_dim {constants['D_HEAD']} is odd")
-    ends = [config.get("eos_token_id"), read_generation_config(folder).get("eos_token_id")]     # or in both
-    ends = [i for end in ends for i in (end if isinstance(end, list) else [end]) if i is not None]
-    refuse(not all(type(i) is int for i in ends), f"{folder}: eos_token_id is {json.dumps(ends)}, not token ids")
-    return constants | {"EOS_IDS": set(ends)}
-
-
-def read_generation_config(folder):
-    """generation_config.json as a dict: what the model's authors advise. Empty if there is no such file."""
-    path = Path(folder) / "generation_config.json"
-    return read_json(path) if path.exists() else {}
+        ends = [source.get("eos_token_id", []) for source in (config, read_generation_config(folder))]
+        ends = [i for end in ends for i in (end if isinstance(end, list) else [end])]
+        refuse(any(type(i) is not int for i in ends), f"eos_token_id is {json.dumps(ends)}, not token ids")
+    return config, constants | {"EOS_IDS": set(ends)}
 
 
 def read_tokenizer(path, rows):
-    """A tokenizers.Tokenizer from tokenizer.json. Raises ValueError if it is none, or has too large ids.
-
-    Tokens that were added to a tokenizer may have larger ids: check_prompt refuses a prompt that uses one.
-    """
-    try:
+    """A tokenizers.Tokenizer from tokenizer.json. ValueError if it is none, or has more ids than there are rows."""
+    with naming(path):
         tokenizer = Tokenizer.from_file(str(path))
-    except Exception as error:                                  # the library raises no narrower class
-        raise ValueError(f"{path} can't be read as a tokenizer: {error}") from None
-    tokenizer.no_truncation()                                   # what a file may set for training
-    tokenizer.no_padding()
-    if hasattr(tokenizer.model, "dropout"):                     # would leave out merges at random
-        tokenizer.model.dropout = None
-    largest = max([0, *tokenizer.get_vocab(with_added_tokens=False).values(), *tokenizer.encode("").ids])
-    refuse(largest >= rows, f"{path} has {largest + 1} tokens, the embedding only {rows} rows (vocab_size)")
+        tokenizer.no_truncation()                               # what a file may set for training
+        tokenizer.no_padding()
+        if hasattr(tokenizer.model, "dropout"):                 # would leave out merges at random
+            tokenizer.model.dropout = None
+        largest = max([0, *tokenizer.get_vocab().values(), *tokenizer.encode("").ids])
+        refuse(largest >= rows, f"it has the id {largest}, but the embedding only {rows} rows (vocab_size)")
     return tokenizer
 
 
 def weight_files(folder):
-    """The paths of model.safetensors, or of the shards that model.safetensors.index.json names."""
+    """The paths of model.safetensors, or of the shards that its index names."""
     path, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
     if path.exists() or not index.exists():
         return [path]
-    with naming(index):
-        return [folder / shard for shard in sorted(set(read_json(index)["weight_map"].values()))]
+    shards = read_json(index).get("weight_map")
+    refuse(not isinstance(shards, dict), f"{index}: weight_map is missing")
+    return [folder / str(name) for name in sorted(set(map(str, shards.values())))]
 
 
 def read_weights(folder):
@@ -1028,7 +987,7 @@ def read_weights(folder):
 def expected_tensors(c, qk_norm, own_head):
     """Yield (name, shape) of each tensor that a checkpoint with the constants c must hold.
 
-    qk_norm: whether blocks have Qwen3's norms of queries and keys. own_head: whether lm_head is stored.
+    qk_norm: whether blocks have Qwen3's norms of queries and keys. own_head: whether lm_head is among them.
     """
     d, ff, q, kv = c["D_MODEL"], c["D_FF"], c["N_HEADS"] * c["D_HEAD"], c["N_KV"] * c["D_HEAD"]
     block = {"input_layernorm": (d,), "post_attention_layernorm": (d,), "self_attn.q_proj": (q, d),
@@ -1045,36 +1004,28 @@ def expected_tensors(c, qk_norm, own_head):
         yield "lm_head.weight", (c["VOCAB"], d)
 
 
-def take(stored, name, shape, bits=None):
-    """Take a tensor out of stored: an array, or a packed matrix's three (see fused_linear).
+def take(stored, name, shape, dtype, bits, stay_packed):
+    """Take a tensor out of stored, as an entry of W with numbers of type dtype. ValueError if it is not right.
 
-    bits: pack a matrix in so many bits; None leaves it as it is. ValueError if the tensor is not as expected.
+    bits: round a matrix to so many; None does not. stay_packed: whether packed matrices are left packed.
     """
     refuse(name not in stored, "it is missing")
-    w, (scales, biases) = stored.pop(name), (
-        stored.pop(name.removesuffix("weight") + part, None) for part in ("scales", "biases"))
+    w = stored.pop(name)
+    scales, biases = (stored.pop(name.removesuffix("weight") + part, None) for part in ("scales", "biases"))
     if scales is None and biases is None:
         refuse(w.dtype not in FLOATS, f"its type {w.dtype} is not supported")
         refuse(w.shape != shape, f"its shape is {w.shape}, config.json asks for {shape}")
-        return mx.quantize(w, group_size=64, bits=bits) if bits and w.ndim == 2 else w
-    refuse(bits, "it is quantised already")
-    affine = all(part is not None and part.ndim == 2 for part in (w, scales, biases))
-    refuse(not affine or scales.shape != biases.shape or scales.dtype not in FLOATS or biases.dtype not in FLOATS,
-           "it is not quantised in MLX's affine form")
-    found = mx.dequantize(w, scales, biases, **packing(w, scales, shape[-1])).shape
-    refuse(found != shape, f"unpacked, its shape is {found}, config.json asks for {shape}")
-    return w, scales, biases
-
-
-def in_type(w, dtype, width, stay_packed):
-    """An entry of W with its numbers in that type; a packed matrix is unpacked if it may not stay_packed."""
-    if not isinstance(w, tuple):
-        return w.astype(dtype)
-    w, scales, biases = w
-    if stay_packed:
-        return w, scales.astype(dtype), biases.astype(dtype)
-    scales32, biases32 = scales.astype(mx.float32), biases.astype(mx.float32)
-    return mx.dequantize(w, scales32, biases32, **packing(w, scales, width)).astype(dtype)
+        if bits is None or w.ndim == 1:
+            return w.astype(dtype)
+        w, scales, biases = mx.quantize(w, group_size=64, bits=bits)
+    else:
+        refuse(bits, "it is quantised already")
+    refuse(any(part is None or part.dtype not in FLOATS for part in (scales, biases)),
+           "it is quantised, but not in MLX's affine form")
+    options = packing(w, scales, shape[-1])
+    unpacked = mx.dequantize(w, scales.astype(mx.float32), biases.astype(mx.float32), **options)
+    refuse(unpacked.shape != shape, f"unpacked, its shape is {unpacked.shape}, config.json asks for {shape}")
+    return (w, scales.astype(dtype), biases.astype(dtype)) if stay_packed else unpacked.astype(dtype)
 
 
 # ==== The command line: find a model, run it, say how fast it was ===========================================
@@ -1088,77 +1039,73 @@ FILES = {"generation_config.json": None,                        # each with its 
 def find_model(wanted=None):
     """The folder of a model: Qwen3-0.6B's by default, or wanted, a folder's name or OWNER/NAME on the Hub.
 
-    Raises ValueError if there is none, or if a download that has begun fails.
+    Raises ValueError if there is no such model, or if a download that has begun fails.
     """
-    folder = Path(__file__).resolve().parent / "Qwen3-0.6B"
-    if wanted is not None:
-        if Path(wanted).exists():
-            return Path(wanted)
-        refuse(not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", wanted),
-               f"{wanted} is no folder, and no OWNER/NAME of a model on the Hugging Face Hub")
-        return download(wanted)
-    if is_complete(folder):
+    if wanted and Path(wanted).exists():
+        return Path(wanted)
+    refuse(wanted and not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", wanted),
+           f"{wanted} is no folder, and no OWNER/NAME of a model on the Hugging Face Hub")
+    folder = None if wanted else Path(__file__).resolve().parent / "Qwen3-0.6B"
+    if folder and is_complete(folder):
         return folder
-    if copy := in_hub_cache(REPO, REVISION):
+    repo, revision = (wanted, None) if wanted else (REPO, REVISION)
+    copy = in_hub_cache(repo, revision)
+    if copy and folder:
         return copy
     try:
-        return download(REPO, REVISION, folder)
-    except ConnectionError as error:
+        names, token = ask_hub(repo, revision)
+    except Exception as error:                                  # offline, no such host, a proxy refuses, ...
+        if copy:
+            return copy
+        refuse(wanted, f"{repo}: {error}")
         print(f"Qwen3-0.6B is not here and the Hugging Face Hub can't be reached ({one_line(error)}): the "
               f"bundled tests/tiny-qwen3 runs.\nTo get the real model by hand, put {', '.join(FILES)} of {REPO} "
               f"into {folder}", file=sys.stderr)
         return folder.parent / "tests/tiny-qwen3"
+    return download(repo, revision, folder, names, token)
 
 
 def is_complete(folder):
-    """Whether a folder has all that load_model needs."""
-    paths = [folder / "config.json", folder / "tokenizer.json", *weight_files(folder)]
-    return all(path.exists() for path in paths)
+    """Whether a folder has all files that load_model needs."""
+    return all(path.exists() for path in [folder / "config.json", folder / "tokenizer.json", *weight_files(folder)])
 
 
-def in_hub_cache(repo, revision=None):
+def in_hub_cache(repo, revision):
     """The folder of a complete copy of a model in the Hub's cache, or None."""
-    from huggingface_hub import snapshot_download
-    with contextlib.suppress(Exception):                        # whatever is wrong there: it has no copy
+    from huggingface_hub import snapshot_download               # here and below: this import is slow
+    with contextlib.suppress(Exception):                        # there is no copy, or no cache
         folder = Path(snapshot_download(repo, revision=revision, local_files_only=True))
         return folder if is_complete(folder) else None
 
 
-def with_or_without_token(call, *args, **options):
-    """Call a function of the Hub's library without the user's token, and if that may not be, with it.
+def ask_hub(repo, revision):
+    """The names of a model's files that are needed, and the token to fetch them with.
 
-    A public model needs no token, and one that has expired would be refused; a private one needs it.
+    A public model needs no token (False), and one that has expired would be refused. For a private or a gated
+    model it is the user's (None). Raises what the library raises if the Hub does not answer.
     """
-    from huggingface_hub.errors import HfHubHTTPError
+    from huggingface_hub import HfApi, constants
+    ask = functools.partial(HfApi().model_info, repo, revision=revision, timeout=constants.HF_HUB_ETAG_TIMEOUT)
     try:
-        return call(*args, token=False, **options)
-    except HfHubHTTPError as error:
-        if error.response.status_code not in (401, 403):
+        info, token = ask(token=False), False
+    except OSError as error:
+        if getattr(getattr(error, "response", None), "status_code", None) not in (401, 403):
             raise
-        return call(*args, token=None, **options)
+        info, token = ask(token=None), None
+    names = [file.rfilename for file in info.siblings]
+    wanted = [name for name in names if name in FILES or re.fullmatch(r"model.*\.safetensors(\.index\.json)?", name)]
+    return wanted, None if info.gated else token
 
 
-def download(repo, revision=None, folder=None):
-    """Fetch a model from the Hub into folder, or without one into the Hub's cache; returns where it is.
-
-    Raises ConnectionError if the Hub can't be asked, and ValueError if the download fails.
-    """
-    from huggingface_hub import HfApi, constants, hf_hub_download               # here, since this import is slow
-    try:
-        info = with_or_without_token(HfApi().model_info, repo, revision=revision,
-                                     timeout=constants.HF_HUB_ETAG_TIMEOUT)
-    except Exception as error:                                  # offline, no such host, a proxy refuses, ...
-        if copy := in_hub_cache(repo, revision):
-            return copy
-        raise ConnectionError(f"{repo}: {error}") from None
-    wanted = [*FILES, "model*.safetensors*"]
-    names = FILES if folder else [file.rfilename for file in info.siblings
-                                  if any(fnmatch.fnmatch(file.rfilename, pattern) for pattern in wanted)]
+def download(repo, revision, folder, names, token):
+    """Fetch a model's files into folder, or without one into the Hub's cache; returns where they are."""
+    from huggingface_hub import hf_hub_download
     try:
         for name in names:
-            path = Path(with_or_without_token(hf_hub_download, repo, name, revision=revision, local_dir=folder))
-            if folder and FILES[name] and hashlib.sha256(path.read_bytes()).hexdigest() != FILES[name]:
-                path.unlink()                                   # over plain HTTP the library checks sizes only
+            path = Path(hf_hub_download(repo, name, revision=revision, local_dir=folder, token=token))
+            sha256 = FILES.get(name) if folder else None        # over plain HTTP the library checks sizes only
+            if sha256 and hashlib.sha256(path.read_bytes()).hexdigest() != sha256:
+                path.unlink()
                 raise ValueError(f"{name} came with a wrong SHA-256, and is thrown away")
     except Exception as error:                                  # a full disk, a broken connection, ...
         raise ValueError(f"{repo} did not download: {error}") from None
@@ -1173,54 +1120,60 @@ def one_line(text):
 
 
 def parse_arguments():
-    """The command line's options. argparse ends the program with status 2 where they are wrong."""
-    parser = argparse.ArgumentParser("llm_inference.py", formatter_class=argparse.RawDescriptionHelpFormatter,
-                                     description="Continue a text with a Qwen3 or Llama.", epilog="""examples:
-  python llm_inference.py "The capital of France is"
-  python llm_inference.py "Once upon a time" --temperature 0.8 --seed 1
-  python llm_inference.py - --model tests/tiny-qwen3 < prompt.txt""")
+    """The command line's options. If one is wrong, argparse ends the program with status 2."""
+    parser = argparse.ArgumentParser("llm_inference.py", description="Continue a text with a Qwen3 or Llama.")
     add, mode = parser.add_argument, parser.add_mutually_exclusive_group().add_argument
-    add("prompt", nargs="?", metavar="PROMPT",
-        help='the text to continue; "-" reads stdin (default: "The capital of France is")')
+    add("prompt", nargs="?", metavar="PROMPT", help='"-" reads stdin (default: "The capital of France is")')
     add("--model", help="a folder, or OWNER/NAME on the Hugging Face Hub (default: Qwen3-0.6B)")
     add("--max-tokens", type=int, metavar="N", help="add up to N tokens (default: 100; context/4 in a chat)")
-    add("--temperature", type=float, metavar="T",
-        help="0: the likeliest token (default: 0; in a chat what the model's authors advise)")
-    add("--top-p", type=float, metavar="P", help="draw from the fewest tokens that add up to P (default: 0.95; "
-        "in a chat what the model's authors advise)")
+    add("--temperature", type=float, metavar="T", help="0: the likeliest token; else tokens are drawn (default: "
+        "0; in a chat, what the model's generation_config.json says)")
+    add("--top-p", type=float, metavar="P", help="draw from the fewest tokens that add up to P (default: 0.95, "
+        "or as above)")
     add("--seed", type=int, metavar="S", help="a number that repeats the same draws")
     add("--quantize", type=int, choices=(4, 8), help="round the weights to so many bits")
-    add("--kernels", choices=KERNELS, help="the set of functions that compute: fused is for a GPU, numpy for a CPU")
+    add("--kernels", choices=KERNELS, help="the functions that compute: fused is for a GPU, numpy for a CPU")
     mode("--chat", action="store_true", help="answer the prompt, or questions typed one after another")
     add("--system", metavar="TEXT", help="what the model is told before a chat")
     add("--think", action="store_true", help="let the model think before it answers in a chat")
     mode("--explain", action="store_true", help="show what happens to the prompt in each of the nine steps")
     mode("--trace", action="store_true", help="show each call of the functions in one decode pass")
     args = parser.parse_args()
-    for wrong, message in [
-            (args.max_tokens is not None and args.max_tokens < 1, "--max-tokens must be at least 1"),
-            (not 0 <= (args.temperature or 0) < math.inf, "--temperature must be at least 0, and finite"),
-            (args.top_p is not None and not 0 < args.top_p <= 1, "--top-p must be above 0 and up to 1"),
-            (not args.chat and (args.think or args.system is not None), "--system and --think go with --chat")]:
-        if wrong:
+    for well, message in [
+            (args.max_tokens is None or args.max_tokens > 0, "--max-tokens must be at least 1"),
+            (0 <= (args.temperature or 0) < math.inf, "--temperature must be at least 0, and finite"),
+            (args.top_p is None or 0 < args.top_p <= 1, "--top-p must be above 0 and up to 1"),
+            (args.chat or (args.system is None and not args.think), "--system and --think go with --chat")]:
+        if not well:
             parser.error(message)
     return args
+
+
+def sampling_options(args, folder):
+    """(temperature, top_p): of the options; else in a chat of generation_config.json; else 0 and 0.95."""
+    advice = read_generation_config(folder) if args.chat else {}
+    if not advice.get("do_sample"):
+        advice = {"temperature": 0.0, "top_p": 0.95}
+    temperature = advice.get("temperature", 1.0) if args.temperature is None else args.temperature
+    if temperature == 0 and (args.seed is not None or args.top_p is not None):
+        print("--seed and --top-p have no effect without --temperature", file=sys.stderr)
+    return temperature, args.top_p or advice.get("top_p", 1.0)
 
 
 def complete(folder, prompt, max_tokens, temperature, top_p):
     """Print the prompt with its continuation, each token as it is made, and how long that took."""
     ids = check_prompt(encode(prompt), max_tokens)
     *_, repo, parent, name = ("", "", *folder.resolve().parts)
-    if repo.startswith("models--") and parent == "snapshots":  # in the Hub's cache: models--OWNER--NAME/snapshots/COMMIT
+    if repo.startswith("models--") and parent == "snapshots":   # the Hub's cache: models--OWNER--NAME/snapshots/..
         name = repo.split("--", 2)[-1]
-    replaced = " and ".join(", ".join(KERNELS[kernels]).rsplit(", ", 1))
+    replaced = " and ".join(", ".join(KERNELS[kernels]).rsplit(", ", 1)) or "nothing"
     print(f"Model:  {one_line(name)}  ({N_LAYERS} layers, {D_MODEL} dim, {N_HEADS} Q heads, {N_KV} KV heads, "
-          f"{kernels}: {f'faster {replaced}' if replaced else 'the steps alone'})")
+          f"{kernels}: faster {replaced})")
     print(f"Prompt: {prompt}\n{'-' * 60}", flush=True)
     times = [time.perf_counter()]                               # of the start, and when each piece came
     new = next_tokens(ids, [None] * N_LAYERS, 0, temperature, top_p)
     pieces = text_pieces(ids, itertools.islice(new, max_tokens))
-    print(f"Output: {prompt}{next(pieces, '')}", end="", flush=True)    # '' if an end token comes first
+    print(f"Output: {prompt}{next(pieces, '')}", end="", flush=True)    # "" if an end token comes first
     times.append(time.perf_counter())
     for piece in pieces:
         print(piece, end="", flush=True)
@@ -1230,18 +1183,6 @@ def complete(folder, prompt, max_tokens, temperature, top_p):
     print(f"\nTime:   {prefilled + decoded:.2f}s  "
           f"(prefill {len(ids)} tokens: {len(ids) / prefilled:.0f} tokens/s, "
           f"decode {n} tokens: {n / decoded if n else 0:.0f} tokens/s)", flush=True)
-
-
-def sampling_options(args, folder):
-    """(temperature, top_p): the options', or 0 and 0.95; in a chat what generation_config.json advises."""
-    temperature, top_p, advice = 0.0, 0.95, read_generation_config(folder)
-    if args.chat and advice.get("do_sample"):
-        temperature, top_p = advice.get("temperature", 1.0), advice.get("top_p", 1.0)
-    temperature = temperature if args.temperature is None else args.temperature
-    top_p = top_p if args.top_p is None else args.top_p
-    if temperature == 0 and (args.seed is not None or args.top_p is not None):
-        print("--seed and --top-p have no effect without --temperature", file=sys.stderr)
-    return temperature, top_p
 
 
 def main():
@@ -1262,10 +1203,10 @@ def main():
     load_model(folder, quantize=args.quantize)
     if args.explain or args.trace:
         return explain(prompt) if args.explain else trace(prompt)
-    options = args.max_tokens or (MAX_POSITIONS // 4 if args.chat else 100), *sampling_options(args, folder)
+    max_tokens = args.max_tokens or (MAX_POSITIONS // 4 if args.chat else 100)
+    options = max_tokens, *sampling_options(args, folder)
     if not args.chat:
         return complete(folder, prompt, *options)
-    check_chat_form()
     all_well = chat(typed_lines() if args.prompt is None else [prompt], args.system, args.think, *options)
     if not all_well and (args.prompt is not None or not sys.stdin.isatty()):
         sys.exit(1)
@@ -1278,10 +1219,7 @@ if __name__ == "__main__":
     except KeyboardInterrupt:
         sys.exit(130)
     except Exception as error:
-        if not isinstance(error, BrokenPipeError):              # what | head does is no error
+        if not isinstance(error, BrokenPipeError):              # which | head causes, and wants
             print(f"llm_inference.py: {one_line(error)}", file=sys.stderr)
-        with contextlib.suppress(OSError):                      # what stdout did not take, it need not take at exit
-            sys.stdout.flush()
-        with contextlib.suppress(OSError):
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)            # a full or closed stdout would complain at exit
         sys.exit(1)
