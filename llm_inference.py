@@ -18,29 +18,19 @@ how well would it come next? One is chosen and added to the text, and then all a
         |             cache of keys and values      |   |                              |
         +-------------------------------------------+   +------------------------------+
 
-First comes the model, in nine steps, each formula as it is written on paper. These lines are what runs: change
-one, and the text changes. But two functions of Step 5, extend_cache and attend, are replaced by faster ones on
-a CPU, and more are on a GPU; with --kernels explicit none is. The faster ones stand after Step 9. Then follow
-text that appears while it is made, a chat, two ways to look inside, how a model is loaded and which are
-refused, and the command line. Python looks a function up when it is called, so a step may use one that stands
-further below. The file also runs models of the Llama family, whose blocks have two norms less (Step 5).
+First comes the model, in nine steps, each formula as it is written on paper. These lines are what runs: if
+you change one, the text changes. Only extend_cache and attend, in Step 5, are replaced by faster ones on a
+CPU, and more functions on a GPU; these stand after Step 9, and --kernels explicit does without them. Then
+follow text that appears while it is made, a chat, two ways to look inside, loading, and the command line.
+Python looks a function up when it is called, so a step may use one that stands further below. Models of the
+Llama family run, too: they are Qwen3s without two of the norms (Step 5).
 
 Shapes are written (rows, columns), and (16, n, 128) is 16 such matrices; n is the number of tokens in a pass:
 first those of the prompt, then one at a time. The numbers in comments are Qwen3-0.6B's.
 """
-import argparse
-import contextlib
-import functools
-import hashlib
-import itertools
-import json
-import math
-import os
-import random
-import re
-import sys
-import time
+import argparse, contextlib, functools, hashlib, itertools, json, math, os, random, re, sys, time
 from pathlib import Path
+from unittest import mock
 
 # What must be installed. uv reads these lines, too, and installs it: uv run llm_inference.py
 # /// script
@@ -65,18 +55,17 @@ tok: Tokenizer                  # turns text into token ids and back
 EOS_IDS = {151645, 151643}      # the tokens that end a text: <|im_end|> and <|endoftext|>
 N_LAYERS = 28                   # transformer blocks, which are also called layers
 D_MODEL = 1024                  # numbers in the vector of one token
-D_FF = 3072                     # numbers inside the feed-forward network (Step 6)
 N_HEADS = 16                    # attention asks 16 questions side by side (Step 5): query heads
 N_KV = 8                        # key/value heads: each answers two query heads
 D_HEAD = 128                    # numbers in a head's vectors
-VOCAB = 151936                  # rows of the embedding: one per token, and some to spare
 MAX_POSITIONS = 40960           # the longest text, in tokens
 EPS = 1e-6                      # keeps RMSNorm (Step 3) from dividing by zero
 THETA = 1000000                 # the base of RoPE's angles (Step 4)
 
 # W holds model.embed_tokens.weight (151936, 1024), model.norm.weight (1024,), lm_head.weight (151936, 1024),
 # which in Qwen3-0.6B is the embedding again, and for each block, "model.layers.0." to "model.layers.27.", the
-# tensors below. Matrices are stored as (out, in); 2048 is 16 heads x 128, and k and v have 8 x 128 = 1024.
+# tensors below. There are 151936 rows, one per token, and some to spare. Matrices are stored as (out, in);
+# 2048 is 16 heads x 128, k and v have 8 x 128 = 1024 rows, and 3072 is the width of Step 6.
 #     input_layernorm.weight   (1024,)         post_attention_layernorm.weight (1024,)       Step 3
 #     self_attn.q_proj.weight  (2048, 1024)    self_attn.q_norm.weight         (128,)        Step 5
 #     self_attn.k_proj.weight  (1024, 1024)    self_attn.k_norm.weight         (128,)
@@ -89,10 +78,10 @@ THETA = 1000000                 # the base of RoPE's angles (Step 4)
 def encode(prompt):
     """A text's token ids: "The| capital| of| France| is" becomes [785, 6722, 315, 9625, 374].
 
-    A model computes with numbers, so text is cut into tokens, each with a number. Byte pair encoding starts
-    with a word's bytes, and joins neighbours into longer pieces. The list of pairs to join was made with the
-    tokenizer: join the most frequent pair everywhere in many texts, count again, join again, and so on. So a
-    frequent word is one token, often with the space before it; a rare word, or a rare character, is several.
+    Byte pair encoding starts with a word's bytes, and joins neighbours into longer pieces. The list of pairs
+    to join was made with the tokenizer: join the most frequent pair everywhere in many texts, count again,
+    join again, and so on. So a frequent word is one token, often with the space before it; a rare word, or a
+    rare character, is several.
     """
     return tok.encode(prompt).ids
 
@@ -120,10 +109,9 @@ def rms_norm(x, w):
 
 
 # ==== Step 4: RoPE puts a token's position into its queries and keys ========================================
-# In the next step each token gets queries, which stand for what it looks for, and keys, by which others find
-# it; the dot product of a query and a key says how well they match. That does not show which of two tokens
-# comes first, nor how far apart they are, but it should: "dog bites man" is not "man bites dog". So RoPE
-# turns queries and keys, two dimensions at a time, by angles that grow with the position.
+# Step 5 makes of each token queries, for what it looks for, and keys, by which others find it. Their dot
+# product, which says how well they match, should depend on the tokens' order and distance: "dog bites man" is
+# not "man bites dog". So RoPE turns both, two dimensions at a time, by angles that grow with the position.
 def apply_rope(q, k, positions):
     """Turn every query and key by its position's angles. Su et al. 2021, "RoFormer".
 
@@ -131,9 +119,8 @@ def apply_rope(q, k, positions):
     (i < 64) of a vector are taken as a point (x1, x2) in a plane. For the token at position p it is turned
     about the origin by the angle p * THETA^(-i/64), in radians. Pair i = 0 turns by 1 radian per token, so it
     is nearly back after 6 tokens and can only tell close neighbours apart; pair 32 turns by 0.001, and serves
-    for distant ones. Turning two points by the same angle leaves their dot product as it is. So if a query
-    is turned by a and a key by b, it is as if only the query were turned, by a - b: and this angle is
-    proportional to the distance of the two tokens.
+    for distant ones. Turning two points by the same angle leaves their dot product as it is: so if a query is
+    turned by a and a key by b, only a - b counts, and it is proportional to the tokens' distance.
     """
     half = D_HEAD // 2
     freqs = THETA ** (-xp.arange(half, dtype=xp.float32) / half)                # (64,) radians per token
@@ -157,7 +144,6 @@ def attention(x, layer_idx, cache, positions):
     hands over. The better its query fits a token's key, the more it takes of that token's value. One vector
     could not be all three: what a token looks for is not what it has to offer. A token has 16 queries, so it
     looks for 16 things at once, each with a head of its own; two heads share one of its 8 keys and values.
-
     positions: the n tokens' places in the text. cache[layer_idx] holds the keys and values of earlier tokens.
     """
     name = f"model.layers.{layer_idx}.self_attn"
@@ -189,8 +175,8 @@ def extend_cache(cache, layer_idx, k, v):
     cache is a list with an entry for each layer: None, or (keys, values). What a block computes for a token
     depends on that token and earlier ones, never on later ones, which attend hides. So a token's key, turned
     by RoPE, and its value never change; but all later tokens need both. They are kept: 28 layers x 2 (key and
-    value) x 8 heads x 128 = 57,344 numbers per token. Without this cache each new token would need a pass
-    over the whole text. A query is used once, by its own token, and not kept.
+    value) x 8 heads x 128 = 57,344 numbers per token. Without them each new token would need a pass over the
+    whole text. A query is used once, by its own token, and not kept.
     """
     if cache[layer_idx] is not None:
         old_k, old_v = cache[layer_idx]
@@ -207,8 +193,8 @@ def attend(q, k, v):
     A row of q k^T / sqrt(128) holds a token's scores, which softmax turns into shares; so what comes out is a
     weighted mean of values. Why sqrt(128)? A score is a sum of 128 terms, some positive, some negative, that
     partly cancel: it is typically sqrt(128), about 11, times as large as one term. Without the division the
-    largest share would be nearly 1, and a token would take from one token only. Query heads 0 and 1 share
-    key/value head 0, and so on: half the cache of 16 key/value heads, for nearly the same quality.
+    largest share would be nearly 1, and a token would take from one token only. Two query heads share a
+    key/value head: this takes half the cache of 16 key/value heads, for nearly the same quality.
 
         q (16, n, 128)              head 0   head 1   head 2   head 3   ...   head 14   head 15
         k and v (8, total, 128)     \__ head 0 __/    \__ head 1 __/    ...    \___ head 7 ___/
@@ -216,14 +202,13 @@ def attend(q, k, v):
     No token may look at a later one: in training each had to predict the next, and would only have copied
     it. So a later token's score becomes -inf, and its share e^-inf = 0. For n = 3 new tokens on 2 cached:
 
-                                 key_pos  0 1 2 3 4
-        new token at position 2           . . . x x       x: hidden, since key_pos > query_pos
-        new token at position 3           . . . . x
-        new token at position 4           . . . . .
+                         key_pos  0 1 2 3 4
+        new token at query_pos 2  . . . x x       x: hidden
+        new token at query_pos 3  . . . . x
+        new token at query_pos 4  . . . . .
     """
     n, total = q.shape[1], k.shape[1]
-    k = xp.repeat(k, N_HEADS // N_KV, axis=0)                                   # (16, total, 128)
-    v = xp.repeat(v, N_HEADS // N_KV, axis=0)
+    k, v = (xp.repeat(a, N_HEADS // N_KV, axis=0) for a in (k, v))              # (16, total, 128) each
     scores = xp.asarray(q @ k.transpose(0, 2, 1), dtype=xp.float32) / math.sqrt(D_HEAD)     # (16, n, total)
     key_pos, query_pos = xp.arange(total), xp.arange(total - n, total)[:, None]
     is_later = key_pos > query_pos                                              # (n, total), as drawn above
@@ -234,8 +219,8 @@ def attend(q, k, v):
 def softmax(scores):
     """e^s / (sum of all e^s) for the scores s in each row: shares that are not negative and add up to 1.
 
-    Subtracting the row's largest score from all makes numerator and denominator smaller by the same factor.
-    This changes no share, and no e^s can become infinite.
+    Subtracting the row's largest score from all makes numerator and denominator smaller by the same factor:
+    this changes no share, but no e^s can become infinite.
     """
     exps = xp.exp(scores - xp.max(scores, axis=-1, keepdims=True))
     return exps / xp.sum(exps, axis=-1, keepdims=True)
@@ -243,10 +228,7 @@ def softmax(scores):
 
 # ==== Step 6: the SwiGLU feed-forward network ===============================================================
 def silu(gate):
-    """gate / (1 + e^-gate) for each number by itself. Far below 0 it is nearly 0, far above 0 nearly gate.
-
-    Another name is swish; a SwiGLU is a swish-gated linear unit.
-    """
+    """gate / (1 + e^-gate), also called swish: nearly 0 far below 0, and nearly gate far above it."""
     gate32 = xp.asarray(gate, dtype=xp.float32)
     return xp.asarray(gate32 / (1 + xp.exp(-gate32)), dtype=gate.dtype)
 
@@ -256,8 +238,8 @@ def ffn(x, layer_idx):
 
     gate, up and down multiply by matrices that are nearly half of all weights. up computes 3072 features of a
     token, the gate decides how much each of them counts here, and down turns them into what is added to x.
-    Without the gate, down after up would be no more than one matrix: each number that comes out would be a
-    sum of x's numbers with fixed weights. With it, those weights depend on x itself: an "if".
+    Without the gate, down after up would be no more than one matrix, a sum of x's numbers with fixed weights.
+    With it, those weights depend on x itself: an "if".
     """
     name = f"model.layers.{layer_idx}.mlp"
     gate = linear(x, f"{name}.gate_proj.weight")                # (n, 3072)
@@ -287,8 +269,7 @@ def forward(token_ids, cache, start_pos, last_only=False):
     x = embed(token_ids)                                        # (n, 1024)
     for layer_idx in range(N_LAYERS):
         x = transformer_block(x, layer_idx, cache, positions)
-    if last_only:
-        x = x[-1:]                                              # (1, 1024)
+    if last_only: x = x[-1:]                                    # (1, 1024)
     x = rms_norm(x, W["model.norm.weight"])                     # x has grown in every block
     return linear(x, "lm_head.weight")                          # x's dot product with a row for each token
 
@@ -297,9 +278,9 @@ def nucleus(logits, temperature, top_p):
     """The probability of drawing each token: (151936,) -> (151936,). Holtzman et al. 2019.
 
     softmax(logits / temperature): a temperature below 1 makes likely tokens likelier, one above 1 evens them
-    out. Then the nucleus is kept, the fewest of the likeliest tokens whose probabilities add up to top_p (and
-    any that equal the last of them), and all others get 0. Why? Each of the others is unlikely, but they are
-    so many that one would be drawn now and then, and spoil all that follows.
+    out. Then the nucleus is kept, the fewest of the likeliest tokens that add up to top_p (and any as likely
+    as the last of them), and all others get 0: each is unlikely, but they are so many that one would be drawn
+    now and then, and spoil all that follows.
     """
     probs = softmax(xp.asarray(logits, dtype=xp.float32) / temperature)
     if top_p < 1:
@@ -313,9 +294,8 @@ def nucleus(logits, temperature, top_p):
 def sample(logits, temperature=0.0, top_p=0.95):
     """Choose a token: logits (151936,) -> its id, which int() takes.
 
-    Temperature 0 takes the likeliest token ("greedy"). Such texts tend to repeat themselves; above 0 a token
-    is drawn, each as often as nucleus says: draw a number from 0 to 1, add up the probabilities one after
-    another, and take the first token at which the sum passes the number.
+    Temperature 0 takes the likeliest token ("greedy"); such texts tend to repeat themselves. Above 0, draw a
+    number from 0 to 1, add up nucleus's probabilities, and take the first token at which the sum passes it.
     """
     if temperature < 1e-5:                                      # 0, or too little to divide by
         return xp.argmax(logits)
@@ -334,8 +314,7 @@ def prefill(ids, cache, start_pos=0):
     A long text goes in pieces, since attention's scores, one per head for each pair of tokens, would take
     much memory. On a terminal tqdm shows a bar if this takes over a second.
     """
-    starts = range(0, len(ids), PIECE)
-    for i in tqdm(starts, desc="prefill", delay=1, leave=False, disable=None):
+    for i in tqdm(range(0, len(ids), PIECE), desc="prefill", delay=1, leave=False, disable=None):
         logits = forward(ids[i:i + PIECE], cache, start_pos + i, last_only=True)
         mx.eval(logits)                                         # MLX computes only when it has to,
         mx.clear_cache()                                        # and keeps freed memory until it is told
@@ -351,10 +330,9 @@ def next_tokens(ids, cache, start_pos=0, temperature=0.0, top_p=0.95):
     logits = prefill(ids, cache, start_pos)
     pos = start_pos + len(ids)                                  # the place of the next token
     while True:
-        check_finite(logits)                                    # damaged weights show here
+        check_finite(xp.isfinite(logits).all())                 # damaged weights show here
         token = int(sample(logits[-1], temperature, top_p))     # choose
-        if token in EOS_IDS:                                    # stop
-            return
+        if token in EOS_IDS: return                             # stop
         yield token                                             # hand out
         logits = forward([token], cache, pos)                   # pass it through the model: the cache grows
         pos += 1
@@ -374,40 +352,43 @@ def generate(prompt, max_tokens=100, temperature=0.0, top_p=0.95):
 # ==== What is refused while a text is made ==================================================================
 def refuse(wrong, message):
     """Raise a ValueError with that message if wrong is true. The program prints it as one line."""
-    if wrong:
-        raise ValueError(message)
+    if wrong: raise ValueError(message)
 
 
-def check_prompt(ids, max_tokens):
-    """Returns the ids. Raises ValueError if there are none, or too many for the context."""
+def check_utf8(text):
+    """Returns the text. Raises ValueError if its bytes were not UTF-8: Python reads these as surrogates."""
+    refuse(re.search("[\ud800-\udfff]", text), "this is not UTF-8 text")
+    return text
+
+
+def check_prompt(ids, new):
+    """Returns the ids. Raises ValueError if there are none, or with the new ones too many for the context."""
     refuse(not ids, "the prompt is empty")
-    refuse(len(ids) + max_tokens > MAX_POSITIONS,
-           f"{len(ids)} tokens and {max_tokens} new ones do not fit in the context of {MAX_POSITIONS} tokens")
+    refuse(len(ids) + new > MAX_POSITIONS, f"{len(ids)} + {new} tokens exceed the context of {MAX_POSITIONS}")
     return ids
 
 
-def check_finite(logits):
-    """Raises ValueError if a logit is infinite or NaN ("not a number"), and names a damaged weight if one is."""
-    if not xp.isfinite(logits).all():
+def check_finite(all_finite):
+    """Raises ValueError if not all logits are finite numbers, and names a damaged weight if there is one."""
+    if not all_finite:
         damaged = [name for name, w in W.items() for part in parts(w) if not xp.isfinite(part).all()]
         raise ValueError(f"the logits are not finite; neither is {(damaged or ['a step on the way'])[0]}")
 
 
 # ==== The same, faster ======================================================================================
-# Three sets of functions compute the same numbers, except for rounding. use_kernels puts one of them in place.
+# Three sets of functions compute the same numbers, except for rounding; use_kernels puts one in place.
 #     "explicit"  the steps as they stand, on MLX's arrays: for gradients, and for 16 bits on a CPU
 #     "fused"     the steps on MLX's arrays, but for the functions that begin with fused_: for a GPU
 #     "numpy"     the steps on NumPy's arrays, but for the two that begin with numpy_: for a CPU
-#
-# ---- "fused": a kernel is a program that runs on the GPU. Each takes a while to start, so a few large ones,
-# which MLX has ready, are faster than many small ones.
+# A kernel is a program that runs on the GPU. Each takes a while to start, so a few large ones, which MLX has
+# ready, are faster than many small ones.
 def fused_rms_norm(x, w):
     """rms_norm as one kernel."""
     return mx.fast.rms_norm(x, w, EPS)
 
 
 def fused_apply_rope(q, k, positions):
-    """apply_rope as two kernels, for consecutive positions. MLX wants a batch axis in front: (1, 16, n, 128)."""
+    """apply_rope as two kernels, for consecutive positions. x[None]: MLX wants a batch axis in front."""
     options = {"traditional": False, "base": THETA, "scale": 1.0, "offset": positions[:1]}
     return tuple(mx.fast.rope(x[None], D_HEAD, **options).squeeze(0) for x in (q, k))
 
@@ -418,63 +399,61 @@ def fused_attend(q, k, v):
     return mx.fast.scaled_dot_product_attention(q[None], k[None], v[None], **options).squeeze(0)
 
 
-def fused_silu(gate):
-    """silu as two kernels instead of six. If gate has 16 bits, it is rounded twice."""
-    return gate * mx.sigmoid(gate)
-
-
 def fused_extend_cache(cache, layer_idx, k, v):
     """extend_cache with free rows: an entry is (keys, values, length), where the arrays have room for more.
 
-    Writing into free rows costs the same for every token, while concatenating copies all earlier ones. keys[:]
-    is a new variable for the same array: if a copy of the cache still needs the old one, MLX writes into a
-    copy of the array, else in place. A free row of keys begins with NaN, which numpy_extend_cache looks for.
+    Writing into a free row costs the same for every token, while concatenating copies all earlier ones. But
+    two texts may go on from copies of one cache. keys[:] is a new variable for the same array: MLX writes in
+    place only if no other variable needs it. NumPy always does, so there a free row begins with NaN ("not a
+    number"): if it does not, it belongs to the other text.
     """
+    refuse(xp is np and any(isinstance(w, mx.array) for w in W.values()), 'gradients need "explicit"')
     keys, values, length = cache[layer_idx] or (k[:, :0], v[:, :0], 0)
     total = length + k.shape[1]
-    if total > keys.shape[1]:
+    if total > keys.shape[1] or (xp is np and not np.isnan(keys[0, length, 0])):
         old_k, old_v, shape = keys[:, :length], values[:, :length], (N_KV, total + 256, D_HEAD)
         keys, values = xp.zeros(shape, dtype=k.dtype), xp.zeros(shape, dtype=k.dtype)
-        keys[:, :length], values[:, :length] = old_k, old_v
-        keys[0, length:, 0] = math.nan
+        keys[:, :length], values[:, :length], keys[0, length:, 0] = old_k, old_v, math.nan
     keys, values = keys[:], values[:]
     keys[:, length:total], values[:, length:total] = k, v
     cache[layer_idx] = (keys, values, total)
     return keys[:, :total], values[:, :total]
 
 
-# A matrix can be packed, with 2 to 8 bits for a number. An entry of W is then three arrays: w, in which each
-# 32-bit integer holds several small ones, and a scale and a bias for each group of numbers in a row. A number
-# is scale * integer + bias. This saves memory; only the fused set can compute with it.
+numpy_extend_cache = fused_extend_cache                         # xp makes it serve both
+
+
+def fused_linear(x, name):
+    """linear, also for a packed matrix, which is unpacked as it is multiplied: this saves memory.
+
+    Packed, a number has 2 to 8 bits. The entry of W is then three arrays: w, in which a 32-bit integer holds
+    several small ones, and a scale and a bias for each group of numbers in a row: scale * integer + bias.
+    """
+    w, *how = parts(W[name])                                    # how: nothing, or scales and biases
+    return mx.quantized_matmul(x, w, *how, **packing(w, x.shape[-1], *how)) if how else x @ w.T
+
+
+def fused_embed(token_ids):
+    """embed, also for a packed matrix, of which only the rows that are asked for are unpacked."""
+    w, *how = [part[mx.asarray(token_ids)] for part in parts(W["model.embed_tokens.weight"])]
+    return mx.dequantize(w, *how, **packing(w, D_MODEL, *how)) if how else w
+
+
 def parts(w):
     """The arrays of an entry of W, as a tuple: one, or three if it is packed."""
     return w if isinstance(w, tuple) else (w,)
 
 
-def packing(w, scales, width):
+def packing(w, width, scales, biases):
     """How a matrix is packed whose rows have width numbers: the bits of each, and how many share a scale."""
     return {"bits": 32 * w.shape[-1] // width, "group_size": width // scales.shape[-1]}
-
-
-def fused_linear(x, name):
-    """linear, also for a packed matrix, which is unpacked as it is multiplied."""
-    w, *scales_biases = parts(W[name])
-    if not scales_biases:
-        return x @ w.T
-    return mx.quantized_matmul(x, w, *scales_biases, **packing(w, scales_biases[0], x.shape[-1]))
-
-
-def fused_embed(token_ids):
-    """embed, also for a packed matrix, of which only the rows that are asked for are unpacked."""
-    w, *scales_biases = [part[mx.asarray(token_ids)] for part in parts(W["model.embed_tokens.weight"])]
-    return mx.dequantize(w, *scales_biases, **packing(w, scales_biases[0], D_MODEL)) if scales_biases else w
 
 
 def fused_next_tokens(ids, cache, start_pos=0, temperature=0.0, top_p=0.95):
     """next_tokens, but each pass is queued before the token that it starts from is known to Python.
 
-    So the GPU does not wait for Python; the price is that one pass too many has been queued when the text
-    ends. What one call of async_eval queues is ready together: so the token does not go with the pass.
+    So the GPU does not wait for Python, but when the text ends, one pass too many has been queued. What one
+    call of async_eval queues is ready together: so the token has a call of its own, before the pass.
     """
     logits = prefill(ids, cache, start_pos)
     for pos in itertools.count(start_pos + len(ids)):
@@ -482,45 +461,25 @@ def fused_next_tokens(ids, cache, start_pos=0, temperature=0.0, top_p=0.95):
         mx.async_eval(token, finite)
         next_logits = forward(token[None], cache, pos)
         mx.async_eval(next_logits)
-        if not finite:
-            check_finite(logits)
-        if int(token) in EOS_IDS:
-            return
+        check_finite(finite)
+        if int(token) in EOS_IDS: return
         yield int(token)
         logits = next_logits
-        if pos % 256 == 0:
-            mx.clear_cache()                                    # as in prefill
-
-
-# ---- "numpy": on a CPU NumPy is faster than MLX, but it needs help with the cache and with attention.
-def numpy_extend_cache(cache, layer_idx, k, v):
-    """fused_extend_cache for NumPy, which always writes in place, and knows no gradients.
-
-    A row that is not free belongs to another text, which went on from a copy of this cache: then both get
-    arrays of their own. MLX would not see what NumPy computes, and say that every gradient is 0: so whoever
-    puts MLX arrays into W to ask for one is refused.
-    """
-    refuse(layer_idx == 0 and any(isinstance(w, mx.array) for w in W.values()),
-           'W has MLX arrays, with which only the "explicit" and "fused" kernels compute')
-    if cache[layer_idx] is not None:
-        keys, values, length = cache[layer_idx]
-        if not np.isnan(keys[0, length:length + 1, 0]).all():
-            cache[layer_idx] = keys[:, :length], values[:, :length], length     # cut off: there is no room
-    return fused_extend_cache(cache, layer_idx, k, v)
+        if pos % 256 == 0: mx.clear_cache()                     # as in prefill
 
 
 def numpy_attend(q, k, v):
     """attend, one key/value head after another: all write their scores into the same memory.
 
-    The rows of the query heads that share the head are stacked: 2n rows. A long text has more scores than q
-    and the result have numbers, so q is scaled, and the result divided by the sums. Only among the columns of
-    the n new tokens are later ones: to these a mask of 0 and -inf is added.
+    The rows of the two query heads that share it are stacked. A long text has more scores than q and the
+    result have numbers, so q is scaled, and the result divided by the sums. Only among the last n columns are
+    later tokens: to these a mask of 0 and -inf is added.
     """
-    n, total, sharing = q.shape[1], k.shape[1], N_HEADS // N_KV
-    q = q.reshape(N_KV, sharing * n, D_HEAD) / np.float32(math.sqrt(D_HEAD))    # (8, 2n, 128)
-    mask = np.tile(np.triu(np.full((n, n), -np.inf, dtype=np.float32), 1), (sharing, 1))        # (2n, n)
-    scores = np.empty((sharing * n, total), dtype=np.float32)
-    out = np.empty((N_KV, sharing * n, v.shape[2]), dtype=np.float32)           # (8, 2n, 128)
+    n = q.shape[1]
+    q = q.reshape(N_KV, -1, D_HEAD) / np.float32(math.sqrt(D_HEAD))                             # (8, 2n, 128)
+    mask = np.tile(np.triu(np.full((n, n), -np.inf, dtype=np.float32), 1), (N_HEADS // N_KV, 1))    # (2n, n)
+    scores = np.empty((q.shape[1], k.shape[1]), dtype=np.float32)                               # (2n, total)
+    out = np.empty((*q.shape[:2], v.shape[2]), dtype=np.float32)                                # (8, 2n, 128)
     for head in range(N_KV):
         np.matmul(q[head], k[head].T, out=scores)
         scores[:, -n:] += mask
@@ -536,21 +495,20 @@ FUNCTIONS_OF_THE_STEPS = {name: globals()[name] for name in KERNELS["fused"]}
 
 
 def use_kernels(wanted):
-    """From now on compute with one of the sets, and have W in its library's arrays (for NumPy: views of MLX's).
+    """From now on compute with one of the sets, and have W in its library's arrays (NumPy's: views of MLX's).
 
-    NumPy has no bfloat16 and is slow with float16: if W is not float32, "numpy" means the explicit set.
-    Raises ValueError if there is no such set, or if it can't compute with what is in W.
+    NumPy has no bfloat16, and is slow with float16: with such a W "numpy" means the explicit set. Raises
+    ValueError if there is no such set, or if it can't compute with W.
     """
     global xp, kernels, wanted_kernels
     refuse(wanted not in KERNELS, f"there are no {wanted!r} kernels")
-    refuse(wanted != "fused" and any(type(w) is tuple for w in W.values()), "packed weights need fused kernels")
-    wanted_kernels = kernels = wanted                           # the former is for the next load_model
-    if wanted == "numpy" and any(w.dtype in (mx.bfloat16, mx.float16) for w in W.values()):
-        kernels = "explicit"
+    refuse(wanted != "fused" and any(isinstance(w, tuple) for w in W.values()), "packed weights need fused")
+    has_16_bits = any(part.dtype in (mx.bfloat16, mx.float16) for w in W.values() for part in parts(w))
+    wanted_kernels, kernels = wanted, "explicit" if wanted == "numpy" and has_16_bits else wanted
     xp = np if kernels == "numpy" else mx
     np.seterr(over="ignore", invalid="ignore")                  # as in MLX: silu's e^89 may be infinite
     arrays = {id(w): w if isinstance(w, tuple) else xp.asarray(w) for w in W.values()}
-    W.update({name: arrays[id(w)] for name, w in W.items()})    # two names of one array, as of a tied head, stay so
+    W.update({name: arrays[id(w)] for name, w in W.items()})    # a tied head and the embedding stay one array
     globals().update(FUNCTIONS_OF_THE_STEPS | KERNELS[kernels])
 
 
@@ -559,39 +517,26 @@ use_kernels("fused" if mx.default_device() == mx.gpu else "numpy")
 
 # ==== Text as it appears ====================================================================================
 def text_pieces(prompt_ids, new_ids):
-    """Yield the text that each new token adds, "" while a character is not whole; at the end the rest, if any.
+    """Yield the text that each new token adds, "" while a character is not whole; at the end the rest.
 
     A token can hold part of a character: an emoji has 4 bytes, and may come as 3 tokens. Decoded too early,
     it is U+FFFD, the sign for damaged text. So a text that ends in this sign is held back until more tokens
-    have come. What a token adds can depend on the one before it: so the tokens since the last but one whole
-    place are decoded twice, without the new ones and with them, and what is longer then is new. Joined, the
-    pieces are the text of all tokens without the prompt's.
+    have come. A token's text can depend on the one before it. So decoding begins with the last tokens whose
+    text was handed out, once without and once with the new ones: the difference is new.
     """
     ids, begin, shown = list(prompt_ids), 0, len(prompt_ids)    # the text of ids[:shown] has been handed out
-
-    def held_back():
-        return tok.decode(ids[begin:])[len(tok.decode(ids[begin:shown])):]
-
     for token in new_ids:
         ids.append(token)
-        piece = held_back()
-        if not piece or piece.endswith("\ufffd"):
-            yield ""
-        else:
-            begin, shown = shown, len(ids)
-            yield piece
-    if rest := held_back():
-        yield rest
+        piece = tok.decode(ids[begin:])[len(tok.decode(ids[begin:shown])):]
+        is_whole = piece != "" and not piece.endswith("\ufffd")
+        begin, shown = (shown, len(ids)) if is_whole else (begin, shown)
+        yield piece if is_whole else ""
+    yield tok.decode(ids[begin:])[len(tok.decode(ids[begin:shown])):]
 
 
 # ==== A conversation in Qwen3's chat template, with --chat ==================================================
 # "Hello" becomes <|im_start|>user\nHello<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n, and the
 # model goes on. With this empty thought it answers at once; with --think it has to write one of its own.
-def check_utf8(text):
-    """Raises ValueError for a text from bytes that are not UTF-8: Python reads them as U+DC80 to U+DCFF."""
-    refuse(re.search("[\ud800-\udfff]", text), "this is not UTF-8 text")
-
-
 def ids_of(text, typed=False):
     """Token ids of a part of the template, or, if typed, of a text in which "<|im_end|>" means nothing."""
     tok.encode_special_tokens = typed                           # True: special tokens are spelled like others
@@ -605,31 +550,27 @@ def turn_ids(role, text):
 
 def typed_lines():
     """The lines of stdin, without the newline at their end. At a terminal readline helps to edit them."""
-    with contextlib.suppress(ImportError):                      # there is no readline on Windows
-        import readline                                         # noqa: F401  (from now on input uses it)
+    with contextlib.suppress(ImportError): import readline      # which input then uses; not on Windows
     with contextlib.suppress(EOFError):
-        while True:
-            yield input("> " if sys.stdin.isatty() else "")
+        while True: yield input("> " if sys.stdin.isatty() else "")
 
 
 def chat(questions, system=None, think=False, max_tokens=1000, temperature=0.0, top_p=0.95):
     """Print an answer to each of the questions, as turns of one conversation. False if one was refused.
 
-    An answer is made with a copy of the cache, which is then dropped. With the next question the answer's
-    text, without its thought, is passed through the model: in Qwen3's own template, too, thoughts are not
-    kept. At a terminal Ctrl-C stops an answer, and what was shown of it stays part of the conversation.
+    Thoughts are not kept, as in Qwen3's own template: an answer is made with a copy of the cache, which is
+    dropped, and its text without the thought is passed through the model with the next question. At a
+    terminal Ctrl-C stops an answer, and what was shown of it stays part of the conversation.
     """
     refuse(tok.token_to_id("<|im_end|>") not in EOS_IDS, "--chat needs a model that ends turns in <|im_end|>")
     thought = "" if think or tok.token_to_id("<think>") is None else "<think>\n\n</think>\n\n"
     opening = ids_of(f"<|im_start|>assistant\n{thought}")
-    dim, plain, all_well = terminal_code(2), terminal_code(0), True             # dim: for thoughts
     ids = [] if system is None else turn_ids("system", system)  # the conversation so far
-    cache, cached = [None] * N_LAYERS, 0                        # cached: how many of the ids the cache holds
+    cache, cached, all_well = [None] * N_LAYERS, 0, True        # cached: how many of the ids the cache holds
     for question in questions:
         try:
             refuse(not question.strip(), "the question is empty")
-            check_utf8(question)
-            turn = turn_ids("user", question)
+            turn = turn_ids("user", check_utf8(question))
             check_prompt(ids + turn + opening, max_tokens)
         except ValueError as error:
             print("llm_inference.py:", one_line(error), file=sys.stderr)
@@ -642,13 +583,12 @@ def chat(questions, system=None, think=False, max_tokens=1000, temperature=0.0, 
             new = next_tokens(opening, list(cache), cached, temperature, top_p)
             for piece in text_pieces(opening, itertools.islice(new, max_tokens)):
                 answer += piece
-                piece = piece.replace("<think>", dim + "<think>").replace("</think>", "</think>" + plain)
+                piece = piece.replace("<think>", DIM + "<think>").replace("</think>", "</think>" + PLAIN)
                 print(piece, end="", flush=True)
         except KeyboardInterrupt:
-            if isinstance(questions, list) or not sys.stdin.isatty():           # no question can follow
-                raise
+            if isinstance(questions, list) or not sys.stdin.isatty(): raise     # no question can follow
         finally:
-            print(plain)
+            print(PLAIN)
         ids = ids + turn_ids("assistant", re.sub(r"(?s)^.*</think>\n*", "", answer))
     return all_well
 
@@ -659,11 +599,8 @@ WATCHED = ("embed", "rms_norm", "apply_rope", "extend_cache", "attend", "attenti
 
 
 def watch(run):
-    """Call run(); return the calls of functions in WATCHED, in the order in which they began.
-
-    A call is [path, arguments, result]. path: the names of the functions that were running, the outermost
-    first and its own last, such as ("forward", "transformer_block", "ffn", "linear").
-    """
+    """Call run(); return the calls of functions in WATCHED, as they began: [path, arguments, result] each.
+    path: the functions that were running, its own last, such as ("forward", "transformer_block", "ffn")."""
     calls, running, functions = [], [], {name: globals()[name] for name in WATCHED}
 
     def watched(name, *args, **options):
@@ -674,11 +611,8 @@ def watch(run):
         running.pop()
         return call[-1]
 
-    globals().update({name: functools.partial(watched, name) for name in WATCHED})
-    try:
-        run()
-    finally:
-        globals().update(functions)
+    with mock.patch.dict(globals(), {name: functools.partial(watched, name) for name in WATCHED}):
+        run()                                                   # afterwards patch.dict puts them back
     return calls
 
 
@@ -688,30 +622,25 @@ def shapes_of(values):
 
 
 def trace(prompt):
-    """Print each call of a function in WATCHED in one decode pass: weight or layer, shapes in, out, type."""
+    """Print each call in one decode pass: the weight or layer, shapes in, shapes out, and their type."""
     ids, cache = check_prompt(encode(prompt), 2), [None] * N_LAYERS
-    token = next(next_tokens(ids, cache), min(EOS_IDS, default=0))
-    names = {id(w): name for name, w in W.items()}
+    names, token = {id(w): name for name, w in W.items()}, int(sample(prefill(ids, cache)[-1]))
     for path, args, result in watch(lambda: sample(forward([token], cache, len(ids))[-1])):
         labels = [names.get(id(a), a) for a in args if id(a) in names or isinstance(a, str)]
         labels += [f"layer {a}" for a in args if isinstance(a, int) and path[-1] != "forward"]
         dtype = str(parts(result)[0].dtype).removeprefix("mlx.core.")
         call = "  " * (len(path) - 1) + " ".join([path[-1], *labels])
-        print(f"{call}: {shapes_of(args)} -> {shapes_of(result)} {dtype}")
+        print(f"{call}: {shapes_of(args)} -> {shapes_of(result)} {dtype}", flush=True)
 
 
 # ==== Looking inside: the nine steps on your own prompt, with --explain =====================================
-# What one call of a function costs, from its arguments and its result: multiply-adds, and bytes that it reads
-COSTS = {"embed": lambda token_ids, x: (0, x.nbytes),
-         "rms_norm": lambda x, w, normed: (0, w.nbytes),
+# What a call costs, from its arguments and its result: multiply-adds, and bytes that it reads
+COSTS = {"embed": lambda token_ids, x: (0, x.nbytes), "rms_norm": lambda x, w, normed: (0, w.nbytes),
          "linear": lambda x, name, out: (len(x) * W[name].size, W[name].nbytes),
          "attend": lambda q, k, v, out: (2 * q.size * k.shape[1], k.nbytes + v.nbytes)}
-
-
-def terminal_code(number):
-    """The escape code for plain (0), bold (1) or dim (2) text; empty if colour is not wanted."""
-    wanted = sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
-    return f"\033[{number}m" if wanted else ""
+PLAIN, BOLD, DIM = ("\033[0m", "\033[1m", "\033[2m") if sys.stdout.isatty() else ("", "", "")
+STEPS = ("2 embed", "3 rms_norm", "4 apply_rope", "5 attention", "6 ffn", "7 transformer_block", "8 linear",
+         "8 forward", "8 sample", "5 attend")
 
 
 def spell(token_id):
@@ -727,31 +656,24 @@ def bar(share, width=16):
 
 def show(title, look, *lines):
     """Print a title, bold on a terminal, what to look for, and the lines: text, or a heading and its rows."""
-    print(f"\n{terminal_code(1)}{title}{terminal_code(0)}", look, *lines, sep="\n")
+    print(f"\n{BOLD}{title}{PLAIN}", look, *lines, sep="\n", flush=True)
 
 
 def show_costs(seen, calls, n, speed):
-    """Print what the token after n others costs, step by step and in all.
+    """Print what the token after n others costs, step by step and in all; speed in tokens/s.
 
-    seen: {function: [(arguments, result) of its calls]} in the prompt's pass; calls: those of the next token's
-    pass, as watch returns them; speed in tokens/s. A step's cost includes the functions that it calls.
+    seen: {function: its calls} in the prompt's pass. calls: those of the next token's pass; a step costs what
+    all calls cost on whose path it is, so it includes the functions that it calls.
     """
-    def cost(wanted):
-        """The multiply-adds and bytes of all calls for whose path wanted(path) is true."""
-        costs = [COSTS[path[-1]](*args, result) for path, args, result in calls
-                 if path[-1] in COSTS and wanted(path)]
-        return [sum(column) for column in zip((0, 0), *costs)]
-
-    steps = {step: cost(lambda path: step[2:] in path) for step in [
-        "2 embed", "3 rms_norm", "4 apply_rope", "5 attention", "6 ffn", "7 transformer_block", "8 linear",
-        "8 forward", "8 sample"]}
-    steps["8 linear"] = cost(lambda path: path == ("forward", "linear"))        # only by the output matrix
-    (adds, read), (cache_adds, cache_read) = steps["8 forward"], cost(lambda path: path[-1] == "attend")
+    costs = [(path, COSTS[path[-1]](*args, result)) for path, args, result in calls if path[-1] in COSTS]
+    steps = {step: [sum(c[i] for path, c in costs if step[2:] in path) for i in (0, 1)] for step in STEPS}
+    (adds, read), (cache_adds, cache_read) = steps["8 forward"], steps.pop("5 attend")
+    steps["8 linear"] = costs[-1][1]                            # that of the output matrix, the last call
     show("Steps 2 to 8: the shapes of the prompt's pass; each step's share of the work for the next token",
          "Look at how little norm, RoPE and embedding cost: nearly all is products with matrices.",
          f"{'step':19} {'shapes in':29} {'shapes out':28} {'mul-adds':>8} {'bytes':>8}",
          *[f"{step:19} {shapes_of(args[:2]):29} {shapes_of(result):28} {a / adds:8.2%} {b / read:8.2%}"
-           for step, (a, b) in steps.items() for args, result in seen[step[2:]][-1:]])
+           for step, (a, b) in steps.items() for _, args, result in seen[step[2:]][-1:]])
     stored, kv_bytes = {id(w): w for w in W.values()}.values(), cache_read // (n + 1)   # a tied head: once
     show("What the next token costs", "Look at the last line: in a large model, memory sets the pace.",
          f"{sum(w.size for w in stored):,} parameters, {sum(w.nbytes for w in stored):,} bytes of weights",
@@ -770,29 +692,27 @@ def show_rope(q, k, n):
     show("Step 4: how far RoPE turns, in degrees, and a query times a key that stand 1 and 4 tokens apart",
          "Look at the last two columns: the position changes nothing, only the distance does.",
          "position   first pair  middle pair    last pair   1 apart   4 apart",
-         *[f"{i:8} " + " ".join(f"{i * t:12.6g}" for t in turn) + f" {by_1[i]:9.3f} {by_4[i]:9.3f}"
+         *["%8d %12.6g %12.6g %12.6g %9.3f %9.3f" % (i, *[i * t for t in turn], by_1[i], by_4[i])
            for i in [*range(n), n + 96]])                       # and a place far away
 
 
 def show_layers(ids, seen):
     """Print for each layer where the last token looks, and the answer if no layer followed ("logit lens")."""
     n, shades = len(ids), " .:-=+*#%@"
-    columns = sorted({*range(n)[:4], *range(n)[-20:]})          # all tokens, if there are up to 24
-    width = 2 if n <= 12 else 1
-    x = xp.concatenate([x[-1:] for _, x in seen["transformer_block"]])                      # (28, 1024)
-    logits = linear(rms_norm(x, W["model.norm.weight"]), "lm_head.weight")                  # (28, 151936)
-    lens = softmax(xp.asarray(logits, dtype=xp.float32))
+    columns, width = sorted({*range(n)[:4], *range(n)[-20:]}), 2 if n <= 12 else 1      # all, if n <= 24
+    x = xp.concatenate([x[-1:] for _, _, x in seen["transformer_block"]])               # (28, 1024)
+    lens = softmax(linear(rms_norm(x, W["model.norm.weight"]), "lm_head.weight"))       # (28, 151936)
     rows = [" " * 9 + "|".ljust(width) * column + spell(ids[i]) for column, i in enumerate(columns)]
-    for layer, ((q, k, _), _) in enumerate(seen["attend"]):
-        # If token i's value is 1 in place i and 0 elsewhere, a weighted mean of values is the weights: (16, n)
+    for layer, (_, (q, k, _), _) in enumerate(seen["attend"]):
+        # If token i's value is 1 in place i and 0 elsewhere, the weighted mean is the weights: (16, n)
         shares = attend(q[:, -1:], k, xp.stack([xp.eye(n, dtype=q.dtype)] * N_KV))[:, 0]
         largest, head = xp.max(shares, axis=0).tolist(), int(xp.argmax(xp.max(shares, axis=-1)))
         strip = "".join(shades[round(9 * largest[i])] * width for i in columns)
-        answer = int(xp.argmax(lens[layer]))
-        rows.append(f"layer {layer:2} {strip} {head:5}  {bar(lens[layer, answer].item(), 12)} {spell(answer)}")
+        best = int(xp.argmax(lens[layer]))
+        rows.append(f"layer {layer:2} {strip} {head:5}  {bar(lens[layer, best].item(), 12)} {spell(best)}")
     show("Steps 5 and 7: in each layer, where the last token looks, and the answer if the model ended there",
-         "Look at which token is dark where the answer appears"
-         + ("; idle heads look at the first token." if n <= 24 else ". Shown: the first 4 and the last 20."),
+         "Look at which token is dark where the answer appears; idle heads look at the first token."
+         + " Shown: the first 4 and the last 20." * (n > 24),
          f"{'':9}{'looks at':{width * len(columns)}} {'head':>5}  {'probability of':19} next token", *rows)
 
 
@@ -800,26 +720,21 @@ def explain(prompt):
     """Print what happens to a prompt, step by step. Raises ValueError as check_prompt does, or if the prompt
     has over 256 tokens (prefill may cut it), or if weights are packed (COSTS can't count them)."""
     ids, cache = check_prompt(encode(prompt), 8), [None] * N_LAYERS
-    n = len(ids)
-    refuse(n > 256, f"--explain needs a prompt of up to 256 tokens, not {n}")
-    refuse(any(isinstance(w, tuple) for w in W.values()), "--explain needs weights that are not packed")
-    calls = watch(lambda: sample(prefill(ids, cache)[-1]))
-    seen = {name: [call[1:] for call in calls if call[0][-1] == name] for name in WATCHED}
-    logits, longer, cache_of_prompt = [seen["forward"][0][1][-1]], list(ids), list(cache)
-    check_finite(logits[0])
-    start = time.perf_counter()
+    n, packed = len(ids), any(isinstance(w, tuple) for w in W.values())
+    refuse(n > 256 or packed, f"--explain needs unpacked weights and up to 256 tokens: here are {n}")
+    calls = watch(lambda: sample(prefill(xp.asarray(ids), cache)[-1]))
+    seen = {name: [call for call in calls if call[0][-1] == name] for name in WATCHED}
+    check_finite(xp.isfinite(seen["sample"][0][1][0]).all())
+    logits, longer, passes, start = [seen["sample"][0][1][0]], list(ids), [], time.perf_counter()
     for pos in range(n, n + 8):
         longer.append(int(sample(logits[-1])))
-        logits.append(forward(longer[-1:], cache, pos)[-1])
+        passes.append(watch(lambda: logits.append(forward(longer[-1:], cache, pos)[-1])))
     mx.eval(logits)
     speed = 8 / (time.perf_counter() - start)
-    first_pass = watch(lambda: forward(longer[n:n + 1], cache_of_prompt, n))
-    recomputed = forward(longer[:-1], [None] * N_LAYERS, 0)[-8:]                # at once, with nothing cached
-
     show("Step 1: the prompt's tokens", "Look at the spaces: they belong to the word that follows.",
          "position       id  text or name", *[f"{i:8} {t:8}  {spell(t)}" for i, t in enumerate(ids)])
-    show_costs(seen, first_pass, n, speed)
-    show_rope(*seen["apply_rope"][-1][0][:2], n)
+    show_costs(seen, passes[0], n, speed)
+    show_rope(*seen["apply_rope"][-1][1][:2], n)
     show_layers(ids, seen)
     probs, kept = nucleus(logits[0], 1, 1), nucleus(logits[0], 0.7, 0.95)
     show(f"Step 8: the likeliest next tokens; at temperature 0.7 top-p 0.95 keeps {int(xp.sum(kept > 0))}",
@@ -827,6 +742,7 @@ def explain(prompt):
          f"{'id':>8} {'probability':23} {'at 0.7 and 0.95':23} token",
          *[f"{i:8} {bar(probs[i].item())} {bar(kept[i].item())} {spell(i)}"
            for i in xp.argsort(-probs)[:5].tolist()])
+    recomputed = forward(longer[:-1], [None] * N_LAYERS, 0)[n - 1:]             # at once, with nothing cached
     show("Step 9: the next 8 tokens, decoded from the cache and recomputed without one",
          "Look at both ids: they should be the same, and the logits differ by rounding only.",
          "  cached  recomputed  largest difference of the logits",
@@ -842,187 +758,148 @@ CONSTANTS = {"N_LAYERS": "num_hidden_layers", "D_MODEL": "hidden_size", "D_FF": 
              "VOCAB": "vocab_size", "MAX_POSITIONS": "max_position_embeddings", "EPS": "rms_norm_eps",
              "THETA": "rope_theta"}
 # Fields that may ask for other steps than these nine, each with the values that do not
-SUPPORTED = {"model_type": ["qwen3", "llama"], "hidden_act": ["silu"], "attention_bias": [False],
-             "mlp_bias": [False], "is_causal": [True], "use_sliding_window": [False],
-             "layer_types": ["full_attention"], "num_experts": [0], "num_local_experts": [0],
-             "rope_type": ["default", "linear"], "type": ["default", "linear"], "factor": [1],
-             "partial_rotary_factor": [1], "rope_interleaved": [False], "rope_traditional": [False],
-             "tie_word_embeddings": [True, False]}
+SUPPORTED = dict.fromkeys(("attention_bias", "mlp_bias", "use_sliding_window", "num_experts",
+                           "num_local_experts", "rope_interleaved", "rope_traditional"), [False])   # or 0
+SUPPORTED |= {"model_type": ["qwen3", "llama"], "hidden_act": ["silu"], "layer_types": ["full_attention"],
+              "is_causal": [True], "partial_rotary_factor": [1], "tie_word_embeddings": [True, False],
+              "rope_type": ["default", "linear"], "type": ["default", "linear"], "factor": [1],
+              "rope_scaling": [{}], "rope_parameters": [{}]}    # their fields are moved out of them first
 
 
 def load_model(folder, dtype=None, quantize=None):
     """Fill W, tok and the constants from a folder in Hugging Face form, such as Qwen3-0.6B/.
 
-    config.json says how large the model is, tokenizer.json has what Step 1 needs, and model.safetensors has
-    the weights. To load them is to check that they ask for these nine steps and no others, and to bring the
-    weights into the type that is computed in.
+    To load is to check that config.json and the weights ask for these nine steps and no others, and to bring
+    the weights into the type that is computed in. dtype: that type; None: as stored on a GPU, float32 on a
+    CPU, where bfloat16 products are slow. quantize: the bits to which matrices are rounded, or None. On a GPU
+    they stay packed, which saves memory; on a CPU, where packed products are slow, they are unpacked again.
 
-    dtype: that type. None: as stored on a GPU; float32 on a CPU, where bfloat16 products are slow. quantize:
-    the bits, 4 or 8, to which matrices are rounded; None leaves them as they are. On a GPU this saves memory;
-    on a CPU the rounded numbers are float32 again, since its packed products are slow. Raises OSError if a
-    file can't be read, and ValueError, in one line that names the field or tensor, if this would not compute
-    the checkpoint exactly. After an error the model that was loaded before is still in place.
+    Raises OSError if a file can't be read, and ValueError, which names the field or tensor, if these steps
+    would not compute the checkpoint exactly. Then the model that was loaded before is still in place.
     """
-    refuse(dtype not in (None, *FLOATS), f"dtype is {dtype}, not one of {FLOATS}")
-    refuse(quantize not in (None, 4, 8), f"quantize is {quantize}, not 4 or 8")
     folder, on_gpu = Path(folder), mx.default_device() == mx.gpu and wanted_kernels != "numpy"
     config, constants = read_config(folder)
     constants["tok"] = read_tokenizer(folder / "tokenizer.json", constants["VOCAB"])
-    stored, weights = read_weights(folder), {}                  # so far only the files' headers are read
-    if dtype is None:
-        dtype = stored["model.norm.weight"].dtype if on_gpu and "model.norm.weight" in stored else mx.float32
-    has_head = any(name.startswith("lm_head.") for name in stored)
-    tied = config.get("tie_word_embeddings", not has_head)      # the head is the embedding, and may be stored
-    for name, shape in expected_tensors(constants, config["model_type"] == "qwen3", has_head or not tied):
+    stored, weights = {}, {}
+    for path in model_files(folder)[2:]:
+        with naming(path):
+            found = mx.load(str(path), format="safetensors")    # lazy: so far only the file's header is read
+            refuse(found.keys() & stored.keys(), "it has a tensor that another shard has, too")
+            stored |= found
+    dtype = dtype or (None if on_gpu else mx.float32)           # None: as stored
+    tied = config.get("tie_word_embeddings", "lm_head.weight" not in stored)    # is the head the embedding?
+    for name in [name for name in stored if tied and name.startswith("lm_head.")]:      # but stored, too
+        embedding = stored.get(name.replace("lm_head", "model.embed_tokens"), mx.array(0))
+        refuse(not mx.array_equal(stored.pop(name), embedding), f"{folder}: {name} is not tied: it differs")
+    for name, shape in expected_tensors(constants, config["model_type"] == "qwen3", own_head=not tied):
         with naming(f"{folder}: {name}"):
             weights[name] = take(stored, name, shape, dtype, quantize, on_gpu and wanted_kernels == "fused")
-            if name == "lm_head.weight" and tied:
-                pairs = zip(parts(weights[name]), parts(weights["model.embed_tokens.weight"]))
-                refuse(not all(mx.array_equal(a, b) for a, b in pairs),
-                       "tie_word_embeddings is true, but it is not the embedding")
-    unused = [name for name in stored if not name.endswith("rotary_emb.inv_freq")]      # which old Llamas have
-    refuse(unused, f"{folder}: {unused[:1]} is not used by these steps")
-    stored = None                                               # so each can be freed after its conversion
-    for w in weights.values():
-        mx.eval(w)                                              # now the weights are read
-    if tied:
-        weights["lm_head.weight"] = weights["model.embed_tokens.weight"]
+    for name in stored: refuse(not name.endswith("rotary_emb.inv_freq"), f"{folder}: {name}: no step uses it")
+    for w in weights.values(): mx.eval(w)                       # now they are read, one after another
     W.clear()
-    W.update(weights)
+    W.update({"lm_head.weight": weights["model.embed_tokens.weight"]} | weights)        # the same, if tied
     globals().update(constants)
     use_kernels(wanted_kernels)                                 # which of them can run depends on W's type
 
 
 @contextlib.contextmanager
 def naming(thing):
-    """Put a file's or tensor's name before what an error in the block says. An OSError names its file."""
+    """Put a file's or tensor's name before what an error in the block says. An OSError has its file's."""
     try:
         yield
-    except OSError:
-        raise
-    except Exception as error:                                  # tokenizers has no class of its own
-        raise ValueError(f"{thing}: {error}") from None
+    except Exception as error:                                  # tokenizers raises no narrower class
+        raise error if isinstance(error, OSError) else ValueError(f"{thing}: {error}") from None
 
 
 def read_json(path):
     """The JSON object in a file, as a dict, without fields that are null. ValueError names the file."""
     with naming(path):
-        found = json.loads(path.read_bytes(), object_hook=lambda fields: {
-            field: value for field, value in fields.items() if value is not None})
+        found = json.loads(path.read_bytes(), object_hook=lambda o: {k: o[k] for k in o if o[k] is not None})
         refuse(not isinstance(found, dict), "it is not a JSON object")
     return found
 
 
 def read_generation_config(folder):
-    """What a model's authors advise for sampling, and end tokens: {} if they do not."""
-    path = Path(folder) / "generation_config.json"
+    """The end tokens, and what a model's authors advise for sampling: {} without the file."""
+    path = folder / "generation_config.json"
     return read_json(path) if path.exists() else {}
 
 
 def read_config(folder):
     """config.json as a dict, and {name: value} of the constants. ValueError names a field."""
-    path, constants = folder / "config.json", {}
-    config = {"model_type": "missing", "rope_theta": 10000} | read_json(path)
-    with naming(path):
+    config = {"model_type": "missing", "rope_theta": 10000} | read_json(folder / "config.json")
+    c, advice = {}, read_generation_config(folder)
+    with naming(folder / "config.json"):
         for field in ("rope_scaling", "rope_parameters"):       # transformers 5: rope_theta is in the latter
-            rope = config.pop(field, {})
-            refuse(not isinstance(rope, dict), f"{field} is {json.dumps(rope)}, which is not supported")
-            config |= rope
+            if isinstance(config.get(field), dict): config |= config.pop(field)
         for field, supported in SUPPORTED.items():
-            found = config.get(field, supported[0])
-            refuse(any(value not in supported for value in (found if isinstance(found, list) else [found])),
-                   f"{field} is {json.dumps(found)}, which is not supported")
+            value = config.get(field, supported[0])
+            refuse(any(v not in supported for v in (value if isinstance(value, list) else [value])),
+                   f"{field} is {json.dumps(value)}, which is not supported")
         config.setdefault("num_key_value_heads", config.get("num_attention_heads"))
+        qwen3 = config["model_type"] == "qwen3"
         for name, field in CONSTANTS.items():
-            if name == "D_HEAD" and field not in config:        # transformers' default
-                is_llama = config["model_type"] == "llama"
-                config[field] = constants["D_MODEL"] // constants["N_HEADS"] if is_llama else 128
+            if name == "D_HEAD": config.setdefault(field, 128 if qwen3 else c["D_MODEL"] // c["N_HEADS"])
             value, kind = config.get(field), float if name in ("EPS", "THETA") else int
             refuse(type(value) not in (int, kind) or not 0 < value < 2**53,
                    f"{field} is {json.dumps(value)}, not a positive {kind.__name__}")
-            constants[name] = value
-        heads, kv_heads = constants["N_HEADS"], constants["N_KV"]
-        refuse(heads % kv_heads, f"num_attention_heads {heads} is no multiple of num_key_value_heads {kv_heads}")
-        refuse(constants["D_HEAD"] % 2, f"head_dim {constants['D_HEAD']} is odd")
-        ends = [source.get("eos_token_id", []) for source in (config, read_generation_config(folder))]
+            c[name] = value
+        refuse(c["N_HEADS"] % c["N_KV"], "num_attention_heads is no multiple of num_key_value_heads")
+        refuse(c["D_HEAD"] % 2, f"head_dim {c['D_HEAD']} is odd")
+        ends = [source.get("eos_token_id", []) for source in (config, advice)]
         ends = [i for end in ends for i in (end if isinstance(end, list) else [end])]
         refuse(any(type(i) is not int for i in ends), f"eos_token_id is {json.dumps(ends)}, not token ids")
-    return config, constants | {"EOS_IDS": set(ends)}
+    return config, c | {"EOS_IDS": set(ends)}
 
 
 def read_tokenizer(path, rows):
-    """A tokenizers.Tokenizer from tokenizer.json. ValueError if it is none, or has more ids than there are rows."""
+    """A tokenizers.Tokenizer from tokenizer.json. ValueError if it is none, or has more tokens than rows."""
     with naming(path):
         tokenizer = Tokenizer.from_file(str(path))
         tokenizer.no_truncation()                               # what a file may set for training
         tokenizer.no_padding()
-        if hasattr(tokenizer.model, "dropout"):                 # would leave out merges at random
-            tokenizer.model.dropout = None
+        if hasattr(tokenizer.model, "dropout"): tokenizer.model.dropout = None  # else merges vary
         largest = max([0, *tokenizer.get_vocab().values(), *tokenizer.encode("").ids])
         refuse(largest >= rows, f"it has the id {largest}, but the embedding only {rows} rows (vocab_size)")
     return tokenizer
 
 
-def weight_files(folder):
-    """The paths of model.safetensors, or of the shards that its index names."""
-    path, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
-    if path.exists() or not index.exists():
-        return [path]
-    shards = read_json(index).get("weight_map")
-    refuse(not isinstance(shards, dict), f"{index}: weight_map is missing")
-    return [folder / str(name) for name in sorted(set(map(str, shards.values())))]
-
-
-def read_weights(folder):
-    """{name: array}, lazy, of all tensors in the weight files. ValueError names a file that can't be read."""
-    stored = {}
-    for path in weight_files(folder):
-        with naming(path):
-            found = mx.load(str(path), format="safetensors")
-            refuse(found.keys() & stored.keys(), "it has a tensor that another shard has, too")
-            stored |= found
-    return stored
+def model_files(folder):
+    """The paths of config.json, tokenizer.json, and model.safetensors or the shards in its index."""
+    names, index = ["model.safetensors"], folder / "model.safetensors.index.json"
+    if index.exists() and not (folder / names[0]).exists():
+        with naming(index): names = sorted(set(read_json(index)["weight_map"].values()))
+    return [folder / name for name in ["config.json", "tokenizer.json", *names]]
 
 
 def expected_tensors(c, qk_norm, own_head):
-    """Yield (name, shape) of each tensor that a checkpoint with the constants c must hold.
-
-    qk_norm: whether blocks have Qwen3's norms of queries and keys. own_head: whether lm_head is among them.
-    """
+    """Yield (name, shape) of each tensor of a checkpoint with the constants c. own_head: it is not tied."""
     d, ff, q, kv = c["D_MODEL"], c["D_FF"], c["N_HEADS"] * c["D_HEAD"], c["N_KV"] * c["D_HEAD"]
     block = {"input_layernorm": (d,), "post_attention_layernorm": (d,), "self_attn.q_proj": (q, d),
              "self_attn.k_proj": (kv, d), "self_attn.v_proj": (kv, d), "self_attn.o_proj": (d, q),
              "mlp.gate_proj": (ff, d), "mlp.up_proj": (ff, d), "mlp.down_proj": (d, ff)}
-    if qk_norm:
-        block |= {"self_attn.q_norm": (c["D_HEAD"],), "self_attn.k_norm": (c["D_HEAD"],)}
+    block |= {f"self_attn.{x}_norm": (c["D_HEAD"],) for x in "qk" if qk_norm}
     yield "model.embed_tokens.weight", (c["VOCAB"], d)
-    yield "model.norm.weight", (d,)
     for layer_idx in range(c["N_LAYERS"]):
-        for name, shape in block.items():
-            yield f"model.layers.{layer_idx}.{name}.weight", shape
-    if own_head:
-        yield "lm_head.weight", (c["VOCAB"], d)
+        yield from ((f"model.layers.{layer_idx}.{name}.weight", shape) for name, shape in block.items())
+    yield "model.norm.weight", (d,)
+    if own_head: yield "lm_head.weight", (c["VOCAB"], d)
 
 
 def take(stored, name, shape, dtype, bits, stay_packed):
-    """Take a tensor out of stored, as an entry of W with numbers of type dtype. ValueError if it is not right.
-
-    bits: round a matrix to so many; None does not. stay_packed: whether packed matrices are left packed.
-    """
-    refuse(name not in stored, "it is missing")
-    w = stored.pop(name)
-    scales, biases = (stored.pop(name.removesuffix("weight") + part, None) for part in ("scales", "biases"))
+    """Take a tensor out of stored, as an entry of W. ValueError if it is not as expected.
+    bits: round a matrix to so many, or None. stay_packed: whether packed matrices are left packed."""
+    w, scales, biases = (stored.pop(name[:-6] + part, None) for part in ("weight", "scales", "biases"))
+    refuse(w is None, "it is missing")
     if scales is None and biases is None:
         refuse(w.dtype not in FLOATS, f"its type {w.dtype} is not supported")
         refuse(w.shape != shape, f"its shape is {w.shape}, config.json asks for {shape}")
-        if bits is None or w.ndim == 1:
-            return w.astype(dtype)
+        if bits is None or w.ndim == 1: return w.astype(dtype or w.dtype)
         w, scales, biases = mx.quantize(w, group_size=64, bits=bits)
     else:
-        refuse(bits, "it is quantised already")
-    refuse(any(part is None or part.dtype not in FLOATS for part in (scales, biases)),
-           "it is quantised, but not in MLX's affine form")
-    options = packing(w, scales, shape[-1])
+        is_affine = all(part is not None and part.dtype in FLOATS for part in (scales, biases))
+        refuse(bits or not is_affine, "it is quantised already" if bits else "it is not in MLX's affine form")
+    options, dtype = packing(w, shape[-1], scales, biases), dtype or scales.dtype
     unpacked = mx.dequantize(w, scales.astype(mx.float32), biases.astype(mx.float32), **options)
     refuse(unpacked.shape != shape, f"unpacked, its shape is {unpacked.shape}, config.json asks for {shape}")
     return (w, scales.astype(dtype), biases.astype(dtype)) if stay_packed else unpacked.astype(dtype)
@@ -1037,86 +914,50 @@ FILES = {"generation_config.json": None,                        # each with its 
 
 
 def find_model(wanted=None):
-    """The folder of a model: Qwen3-0.6B's by default, or wanted, a folder's name or OWNER/NAME on the Hub.
+    """The folder of wanted, a folder or OWNER/NAME on the Hub, or of Qwen3-0.6B. ValueError if there is none.
 
-    Raises ValueError if there is no such model, or if a download that has begun fails.
+    A complete copy in the Hub's cache serves as it is. A download that fails raises what the library raises.
     """
-    if wanted and Path(wanted).exists():
-        return Path(wanted)
+    folder = Path(wanted) if wanted else Path(__file__).resolve().parent / "Qwen3-0.6B"
+    if folder.exists() if wanted else all(path.exists() for path in model_files(folder)):
+        return folder
     refuse(wanted and not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", wanted),
            f"{wanted} is no folder, and no OWNER/NAME of a model on the Hugging Face Hub")
-    folder = None if wanted else Path(__file__).resolve().parent / "Qwen3-0.6B"
-    if folder and is_complete(folder):
-        return folder
-    repo, revision = (wanted, None) if wanted else (REPO, REVISION)
-    copy = in_hub_cache(repo, revision)
-    if copy and folder:
-        return copy
+    from huggingface_hub import HfApi, constants, hf_hub_download, snapshot_download            # this is slow
+    repo, revision, place = (wanted, None, None) if wanted else (REPO, REVISION, folder)
+    with contextlib.suppress(Exception):                        # there may be no copy, or no cache
+        copy = Path(snapshot_download(repo, revision=revision, local_files_only=True))
+        if all(path.exists() for path in model_files(copy)): return copy
     try:
-        names, token = ask_hub(repo, revision)
+        info = ask_hub(HfApi().model_info, repo, revision=revision, timeout=constants.HF_HUB_ETAG_TIMEOUT)
     except Exception as error:                                  # offline, no such host, a proxy refuses, ...
-        if copy:
-            return copy
         refuse(wanted, f"{repo}: {error}")
-        print(f"Qwen3-0.6B is not here and the Hugging Face Hub can't be reached ({one_line(error)}): the "
-              f"bundled tests/tiny-qwen3 runs.\nTo get the real model by hand, put {', '.join(FILES)} of {REPO} "
-              f"into {folder}", file=sys.stderr)
+        print(f"The Hugging Face Hub can't be reached ({one_line(error)}): tests/tiny-qwen3 runs instead.\n"
+              f"To get Qwen3-0.6B by hand, put {', '.join(FILES)} of {REPO} into {folder}", file=sys.stderr)
         return folder.parent / "tests/tiny-qwen3"
-    return download(repo, revision, folder, names, token)
-
-
-def is_complete(folder):
-    """Whether a folder has all files that load_model needs."""
-    return all(path.exists() for path in [folder / "config.json", folder / "tokenizer.json", *weight_files(folder)])
-
-
-def in_hub_cache(repo, revision):
-    """The folder of a complete copy of a model in the Hub's cache, or None."""
-    from huggingface_hub import snapshot_download               # here and below: this import is slow
-    with contextlib.suppress(Exception):                        # there is no copy, or no cache
-        folder = Path(snapshot_download(repo, revision=revision, local_files_only=True))
-        return folder if is_complete(folder) else None
-
-
-def ask_hub(repo, revision):
-    """The names of a model's files that are needed, and the token to fetch them with.
-
-    A public model needs no token (False), and one that has expired would be refused. For a private or a gated
-    model it is the user's (None). Raises what the library raises if the Hub does not answer.
-    """
-    from huggingface_hub import HfApi, constants
-    ask = functools.partial(HfApi().model_info, repo, revision=revision, timeout=constants.HF_HUB_ETAG_TIMEOUT)
-    try:
-        info, token = ask(token=False), False
-    except OSError as error:
-        if getattr(getattr(error, "response", None), "status_code", None) not in (401, 403):
-            raise
-        info, token = ask(token=None), None
-    names = [file.rfilename for file in info.siblings]
-    wanted = [name for name in names if name in FILES or re.fullmatch(r"model.*\.safetensors(\.index\.json)?", name)]
-    return wanted, None if info.gated else token
-
-
-def download(repo, revision, folder, names, token):
-    """Fetch a model's files into folder, or without one into the Hub's cache; returns where they are."""
-    from huggingface_hub import hf_hub_download
-    try:
-        for name in names:
-            path = Path(hf_hub_download(repo, name, revision=revision, local_dir=folder, token=token))
-            sha256 = FILES.get(name) if folder else None        # over plain HTTP the library checks sizes only
-            if sha256 and hashlib.sha256(path.read_bytes()).hexdigest() != sha256:
-                path.unlink()
+    for name in [file.rfilename for file in info.siblings]:
+        if name in FILES or re.fullmatch(r"model.*\.safetensors(\.index\.json)?", name):
+            path = Path(ask_hub(hf_hub_download, repo, name, revision=revision, local_dir=place))
+            if place and FILES[name] not in (None, hashlib.sha256(path.read_bytes()).hexdigest()):
+                path.unlink()                                   # in plain HTTP the library checks sizes only
                 raise ValueError(f"{name} came with a wrong SHA-256, and is thrown away")
-    except Exception as error:                                  # a full disk, a broken connection, ...
-        raise ValueError(f"{repo} did not download: {error}") from None
     return path.parent
+
+
+def ask_hub(call, *args, **options):
+    """Call a function of the Hub's library without the user's token, which may have expired, and if the Hub
+    wants one, with it."""
+    try:
+        return call(*args, **options, token=False)
+    except OSError as error:                                    # those of HTTP have a response
+        if getattr(getattr(error, "response", None), "status_code", 0) not in (401, 403): raise
+        return call(*args, **options, token=None)
 
 
 def one_line(text):
     """A text or an error as one line of at most 300 characters, without control characters."""
-    words = " ".join(str(text).split()) or type(text).__name__
-    line = "".join(c if c.isprintable() else repr(c)[1:-1] for c in words)
-    return line if len(line) <= 300 else f"{line[:147]}...{line[-150:]}"    # the end often has the reason
+    line = "".join(c if c.isprintable() else repr(c)[1:-1] for c in " ".join(str(text).split()))
+    return (line if len(line) <= 300 else f"{line[:147]}...{line[-150:]}") or type(text).__name__
 
 
 def parse_arguments():
@@ -1126,10 +967,8 @@ def parse_arguments():
     add("prompt", nargs="?", metavar="PROMPT", help='"-" reads stdin (default: "The capital of France is")')
     add("--model", help="a folder, or OWNER/NAME on the Hugging Face Hub (default: Qwen3-0.6B)")
     add("--max-tokens", type=int, metavar="N", help="add up to N tokens (default: 100; context/4 in a chat)")
-    add("--temperature", type=float, metavar="T", help="0: the likeliest token; else tokens are drawn (default: "
-        "0; in a chat, what the model's generation_config.json says)")
-    add("--top-p", type=float, metavar="P", help="draw from the fewest tokens that add up to P (default: 0.95, "
-        "or as above)")
+    add("--temperature", type=float, metavar="T", help="0: the likeliest token (default, but not in chats)")
+    add("--top-p", type=float, metavar="P", help="draw from the fewest tokens with P in all (default: 0.95)")
     add("--seed", type=int, metavar="S", help="a number that repeats the same draws")
     add("--quantize", type=int, choices=(4, 8), help="round the weights to so many bits")
     add("--kernels", choices=KERNELS, help="the functions that compute: fused is for a GPU, numpy for a CPU")
@@ -1139,87 +978,66 @@ def parse_arguments():
     mode("--explain", action="store_true", help="show what happens to the prompt in each of the nine steps")
     mode("--trace", action="store_true", help="show each call of the functions in one decode pass")
     args = parser.parse_args()
-    for well, message in [
-            (args.max_tokens is None or args.max_tokens > 0, "--max-tokens must be at least 1"),
-            (0 <= (args.temperature or 0) < math.inf, "--temperature must be at least 0, and finite"),
-            (args.top_p is None or 0 < args.top_p <= 1, "--top-p must be above 0 and up to 1"),
-            (args.chat or (args.system is None and not args.think), "--system and --think go with --chat")]:
-        if not well:
-            parser.error(message)
+    for message, well in {
+            "--max-tokens must be at least 1": args.max_tokens is None or args.max_tokens > 0,
+            "--temperature must be at least 0, and finite": 0 <= (args.temperature or 0) < math.inf,
+            "--top-p must be above 0 and up to 1": args.top_p is None or 0 < args.top_p <= 1,
+            "--system and --think go with --chat": args.chat or not (args.system or args.think)}.items():
+        if not well: parser.error(message)
     return args
-
-
-def sampling_options(args, folder):
-    """(temperature, top_p): of the options; else in a chat of generation_config.json; else 0 and 0.95."""
-    advice = read_generation_config(folder) if args.chat else {}
-    if not advice.get("do_sample"):
-        advice = {"temperature": 0.0, "top_p": 0.95}
-    temperature = advice.get("temperature", 1.0) if args.temperature is None else args.temperature
-    if temperature == 0 and (args.seed is not None or args.top_p is not None):
-        print("--seed and --top-p have no effect without --temperature", file=sys.stderr)
-    return temperature, args.top_p or advice.get("top_p", 1.0)
 
 
 def complete(folder, prompt, max_tokens, temperature, top_p):
     """Print the prompt with its continuation, each token as it is made, and how long that took."""
     ids = check_prompt(encode(prompt), max_tokens)
-    *_, repo, parent, name = ("", "", *folder.resolve().parts)
-    if repo.startswith("models--") and parent == "snapshots":   # the Hub's cache: models--OWNER--NAME/snapshots/..
-        name = repo.split("--", 2)[-1]
-    replaced = " and ".join(", ".join(KERNELS[kernels]).rsplit(", ", 1)) or "nothing"
+    in_cache = re.search(r"/models--[^/]+?--([^/]+)/snapshots/[^/]+$", folder.resolve().as_posix())
+    name, replaced = in_cache[1] if in_cache else folder.resolve().name, ", ".join(KERNELS[kernels])
     print(f"Model:  {one_line(name)}  ({N_LAYERS} layers, {D_MODEL} dim, {N_HEADS} Q heads, {N_KV} KV heads, "
-          f"{kernels}: faster {replaced})")
-    print(f"Prompt: {prompt}\n{'-' * 60}", flush=True)
+          f"{kernels}: faster {' and '.join(replaced.rsplit(', ', 1)) or 'nothing'})")
+    print(f"Prompt: {prompt}\n{'-' * 60}\nOutput: {prompt}", end="", flush=True)
+    new = itertools.islice(next_tokens(ids, [None] * N_LAYERS, 0, temperature, top_p), max_tokens)
     times = [time.perf_counter()]                               # of the start, and when each piece came
-    new = next_tokens(ids, [None] * N_LAYERS, 0, temperature, top_p)
-    pieces = text_pieces(ids, itertools.islice(new, max_tokens))
-    print(f"Output: {prompt}{next(pieces, '')}", end="", flush=True)    # "" if an end token comes first
-    times.append(time.perf_counter())
-    for piece in pieces:
+    for piece in text_pieces(ids, new):                         # one for each token, and one at the end
         print(piece, end="", flush=True)
         times.append(time.perf_counter())
-    n = min(len(times) - 2, max_tokens - 1)                     # there may be one more piece than tokens
-    prefilled, decoded = times[1] - times[0], times[-1] - times[1]
-    print(f"\nTime:   {prefilled + decoded:.2f}s  "
-          f"(prefill {len(ids)} tokens: {len(ids) / prefilled:.0f} tokens/s, "
+    m, n, prefilled, decoded = len(ids), max(0, len(times) - 3), times[1] - times[0], times[-1] - times[1]
+    print(f"\nTime:   {prefilled + decoded:.2f}s  (prefill {m} tokens: {m / prefilled:.0f} tokens/s, "
           f"decode {n} tokens: {n / decoded if n else 0:.0f} tokens/s)", flush=True)
 
 
 def main():
     """Run the program. Errors are exceptions, which are printed in one line at the end of the file."""
     args = parse_arguments()
-    if sys.stdout.isatty():
-        sys.stdout.reconfigure(errors="replace")                # for letters that a terminal does not have
-    else:
-        sys.stdout.reconfigure(encoding="utf-8")
-    sys.stdin.reconfigure(encoding="utf-8", errors="surrogateescape")           # check_utf8 refuses bad bytes
+    # A terminal may lack letters; a file or a pipe gets UTF-8. check_utf8 refuses bytes that are not UTF-8
+    sys.stdout.reconfigure(encoding=None if sys.stdout.isatty() else "utf-8", errors="replace")
+    sys.stdin.reconfigure(encoding="utf-8", errors="surrogateescape")
     prompt = "The capital of France is" if args.prompt is None else args.prompt
-    if prompt == "-":                                           # all of stdin, but for one newline at its end
-        prompt = re.sub("\r?\n\\Z", "", sys.stdin.buffer.read().decode(errors="surrogateescape"))
+    if prompt == "-": prompt = sys.stdin.read().removesuffix("\n")
     check_utf8(f"{prompt}{args.system}")
     random.seed(args.seed)
     use_kernels(args.kernels or kernels)
     folder = find_model(args.model)
     load_model(folder, quantize=args.quantize)
-    if args.explain or args.trace:
-        return explain(prompt) if args.explain else trace(prompt)
-    max_tokens = args.max_tokens or (MAX_POSITIONS // 4 if args.chat else 100)
-    options = max_tokens, *sampling_options(args, folder)
-    if not args.chat:
-        return complete(folder, prompt, *options)
+    if args.explain or args.trace: return explain(prompt) if args.explain else trace(prompt)
+    advice = {"temperature": 1.0, "top_p": 1.0} | read_generation_config(folder)
+    advice = advice if args.chat and advice.get("do_sample") else {"temperature": 0.0, "top_p": 0.95}
+    temperature = advice["temperature"] if args.temperature is None else args.temperature
+    if temperature == 0 and (args.seed is not None or args.top_p is not None):
+        print("--seed and --top-p have no effect without --temperature", file=sys.stderr)
+    most = args.max_tokens or (MAX_POSITIONS // 4 if args.chat else 100)
+    options = most, temperature, args.top_p or advice["top_p"]
+    if not args.chat: return complete(folder, prompt, *options)
     all_well = chat(typed_lines() if args.prompt is None else [prompt], args.system, args.think, *options)
-    if not all_well and (args.prompt is not None or not sys.stdin.isatty()):
-        sys.exit(1)
+    sys.exit(0 if all_well or args.prompt is None and sys.stdin.isatty() else 1)
 
 
 if __name__ == "__main__":
     try:
         main()
-        sys.stdout.flush()
     except KeyboardInterrupt:
         sys.exit(130)
     except Exception as error:
-        if not isinstance(error, BrokenPipeError):              # which | head causes, and wants
+        if not isinstance(error, BrokenPipeError):              # which | head causes
             print(f"llm_inference.py: {one_line(error)}", file=sys.stderr)
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)            # a full or closed stdout would complain at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)            # so a full or closed stdout is left alone
         sys.exit(1)
