@@ -339,11 +339,8 @@ def next_tokens(ids, cache, start_pos=0, temperature=0.0, top_p=0.95):
 
 
 def generate(prompt, max_tokens=100, temperature=0.0, top_p=0.95):
-    """The prompt and its continuation by up to max_tokens tokens, as one text.
-
-    [None] * N_LAYERS is an empty cache; text_pieces, below, is the opposite of encode. Raises ValueError as
-    check_prompt and check_finite do, which follow.
-    """
+    """The prompt and its continuation by up to max_tokens tokens, as one text. [None] * N_LAYERS is an empty
+    cache; text_pieces, below, is the opposite of encode. check_prompt and check_finite raise ValueErrors."""
     ids = check_prompt(encode(prompt), max_tokens)
     new = itertools.islice(next_tokens(ids, [None] * N_LAYERS, 0, temperature, top_p), max_tokens)
     return prompt + "".join(text_pieces(ids, new))
@@ -419,16 +416,10 @@ def fused_extend_cache(cache, layer_idx, k, v):
     cache[layer_idx] = (keys, values, total)
     return keys[:, :total], values[:, :total]
 
-
-numpy_extend_cache = fused_extend_cache                         # xp makes it serve both
-
-
 def fused_linear(x, name):
-    """linear, also for a packed matrix, which is unpacked as it is multiplied: this saves memory.
-
-    Packed, a number has 2 to 8 bits. The entry of W is then three arrays: w, in which a 32-bit integer holds
-    several small ones, and a scale and a bias for each group of numbers in a row: scale * integer + bias.
-    """
+    """linear, also for a matrix that is packed to save memory. Its entry in W is then three arrays: w, where
+    each 32-bit integer holds several small ones, and a scale and a bias for each group of these in a row.
+    A number is scale * integer + bias."""
     w, *how = parts(W[name])                                    # how: nothing, or scales and biases
     return mx.quantized_matmul(x, w, *how, **packing(w, x.shape[-1], *how)) if how else x @ w.T
 
@@ -450,11 +441,9 @@ def packing(w, width, scales, biases):
 
 
 def fused_next_tokens(ids, cache, start_pos=0, temperature=0.0, top_p=0.95):
-    """next_tokens, but each pass is queued before the token that it starts from is known to Python.
-
-    So the GPU does not wait for Python, but when the text ends, one pass too many has been queued. What one
-    call of async_eval queues is ready together: so the token has a call of its own, before the pass.
-    """
+    """next_tokens, but each pass is queued before Python knows the token that it starts from: so the GPU does
+    not wait for Python. When the text ends, one pass too many has been queued. What one call of async_eval
+    queues is ready together: so the token has a call of its own, before the pass."""
     logits = prefill(ids, cache, start_pos)
     for pos in itertools.count(start_pos + len(ids)):
         token, finite = sample(logits.squeeze(0), temperature, top_p), mx.isfinite(logits).all()
@@ -469,11 +458,10 @@ def fused_next_tokens(ids, cache, start_pos=0, temperature=0.0, top_p=0.95):
 
 
 def numpy_attend(q, k, v):
-    """attend, one key/value head after another: all write their scores into the same memory.
+    """attend, one key/value head after another, so that all can write their scores into the same memory.
 
-    The rows of the two query heads that share it are stacked. A long text has more scores than q and the
-    result have numbers, so q is scaled, and the result divided by the sums. Only among the last n columns are
-    later tokens: to these a mask of 0 and -inf is added.
+    The rows of the two query heads that share it are stacked. There are more scores than numbers in q or in
+    the result: so q is scaled, and the result divided by the sums. Later tokens are among the last n columns.
     """
     n = q.shape[1]
     q = q.reshape(N_KV, -1, D_HEAD) / np.float32(math.sqrt(D_HEAD))                             # (8, 2n, 128)
@@ -489,17 +477,16 @@ def numpy_attend(q, k, v):
     return out.reshape(N_HEADS, n, -1)                                          # (16, n, 128)
 
 
+numpy_extend_cache = fused_extend_cache                         # xp makes it serve both sets
 KERNELS = {kind: {name.removeprefix(f"{kind}_"): function for name, function in globals().items()
                   if name.startswith(f"{kind}_")} for kind in ("explicit", "fused", "numpy")}
 FUNCTIONS_OF_THE_STEPS = {name: globals()[name] for name in KERNELS["fused"]}
 
 
 def use_kernels(wanted):
-    """From now on compute with one of the sets, and have W in its library's arrays (NumPy's: views of MLX's).
-
-    NumPy has no bfloat16, and is slow with float16: with such a W "numpy" means the explicit set. Raises
-    ValueError if there is no such set, or if it can't compute with W.
-    """
+    """Compute with one of the sets from now on, W in its library's arrays (NumPy's are views of MLX's).
+    NumPy has no bfloat16, and is slow with float16: for these "numpy" means the explicit set. Raises
+    ValueError if there is no such set, or if it can't compute with W."""
     global xp, kernels, wanted_kernels
     refuse(wanted not in KERNELS, f"there are no {wanted!r} kernels")
     refuse(wanted != "fused" and any(isinstance(w, tuple) for w in W.values()), "packed weights need fused")
@@ -519,10 +506,10 @@ use_kernels("fused" if mx.default_device() == mx.gpu else "numpy")
 def text_pieces(prompt_ids, new_ids):
     """Yield the text that each new token adds, "" while a character is not whole; at the end the rest.
 
-    A token can hold part of a character: an emoji has 4 bytes, and may come as 3 tokens. Decoded too early,
-    it is U+FFFD, the sign for damaged text. So a text that ends in this sign is held back until more tokens
-    have come. A token's text can depend on the one before it. So decoding begins with the last tokens whose
-    text was handed out, once without and once with the new ones: the difference is new.
+    A token can be part of a character: an emoji has 4 bytes, and may come as 3 tokens. Decoded too early, it
+    is U+FFFD, the sign for damaged text: what ends in it is held back. A token's text can also depend on the
+    one before it: so the last tokens handed out are decoded without and with the new ones, and the difference
+    is new.
     """
     ids, begin, shown = list(prompt_ids), 0, len(prompt_ids)    # the text of ids[:shown] has been handed out
     for token in new_ids:
@@ -558,9 +545,8 @@ def typed_lines():
 def chat(questions, system=None, think=False, max_tokens=1000, temperature=0.0, top_p=0.95):
     """Print an answer to each of the questions, as turns of one conversation. False if one was refused.
 
-    Thoughts are not kept, as in Qwen3's own template: an answer is made with a copy of the cache, which is
-    dropped, and its text without the thought is passed through the model with the next question. At a
-    terminal Ctrl-C stops an answer, and what was shown of it stays part of the conversation.
+    Thoughts are not kept, as in Qwen3's own template: an answer is made with a copy of the cache, and without
+    its thought passed through the model with the next question. At a terminal Ctrl-C stops an answer.
     """
     refuse(tok.token_to_id("<|im_end|>") not in EOS_IDS, "--chat needs a model that ends turns in <|im_end|>")
     thought = "" if think or tok.token_to_id("<think>") is None else "<think>\n\n</think>\n\n"
@@ -660,11 +646,8 @@ def show(title, look, *lines):
 
 
 def show_costs(seen, calls, n, speed):
-    """Print what the token after n others costs, step by step and in all; speed in tokens/s.
-
-    seen: {function: its calls} in the prompt's pass. calls: those of the next token's pass; a step costs what
-    all calls cost on whose path it is, so it includes the functions that it calls.
-    """
+    """Print what the token after n others costs, in all and step by step, from the calls of its pass. A step
+    has the costs of all calls on whose path it is. seen: the prompt's pass, by function. speed: tokens/s."""
     costs = [(path, COSTS[path[-1]](*args, result)) for path, args, result in calls if path[-1] in COSTS]
     steps = {step: [sum(c[i] for path, c in costs if step[2:] in path) for i in (0, 1)] for step in STEPS}
     (adds, read), (cache_adds, cache_read) = steps["8 forward"], steps.pop("5 attend")
@@ -751,12 +734,11 @@ def explain(prompt):
 
 
 # ==== Loading a checkpoint: what it must hold, and what is refused ==========================================
-FLOATS = (mx.bfloat16, mx.float16, mx.float32)                  # what weights may be stored and computed in
-# The constants at the top of the file, each with its field in config.json
-CONSTANTS = {"N_LAYERS": "num_hidden_layers", "D_MODEL": "hidden_size", "D_FF": "intermediate_size",
-             "N_HEADS": "num_attention_heads", "N_KV": "num_key_value_heads", "D_HEAD": "head_dim",
-             "VOCAB": "vocab_size", "MAX_POSITIONS": "max_position_embeddings", "EPS": "rms_norm_eps",
-             "THETA": "rope_theta"}
+FLOATS = (mx.bfloat16, mx.float16, mx.float32)                  # the types that weights may have
+CONSTANTS = {                   # those at the top of the file, each with its field in config.json
+    "N_LAYERS": "num_hidden_layers", "D_MODEL": "hidden_size", "D_FF": "intermediate_size",
+    "N_HEADS": "num_attention_heads", "N_KV": "num_key_value_heads", "D_HEAD": "head_dim", "VOCAB": "vocab_size",
+    "MAX_POSITIONS": "max_position_embeddings", "EPS": "rms_norm_eps", "THETA": "rope_theta"}
 # Fields that may ask for other steps than these nine, each with the values that do not
 SUPPORTED = dict.fromkeys(("attention_bias", "mlp_bias", "use_sliding_window", "num_experts",
                            "num_local_experts", "rope_interleaved", "rope_traditional"), [False])   # or 0
@@ -773,7 +755,6 @@ def load_model(folder, dtype=None, quantize=None):
     the weights into the type that is computed in. dtype: that type; None: as stored on a GPU, float32 on a
     CPU, where bfloat16 products are slow. quantize: the bits to which matrices are rounded, or None. On a GPU
     they stay packed, which saves memory; on a CPU, where packed products are slow, they are unpacked again.
-
     Raises OSError if a file can't be read, and ValueError, which names the field or tensor, if these steps
     would not compute the checkpoint exactly. Then the model that was loaded before is still in place.
     """
@@ -915,9 +896,7 @@ FILES = {"generation_config.json": None,                        # each with its 
 
 def find_model(wanted=None):
     """The folder of wanted, a folder or OWNER/NAME on the Hub, or of Qwen3-0.6B. ValueError if there is none.
-
-    A complete copy in the Hub's cache serves as it is. A download that fails raises what the library raises.
-    """
+    A complete copy in the Hub's cache serves as it is. If a download fails, the library's errors come."""
     folder = Path(wanted) if wanted else Path(__file__).resolve().parent / "Qwen3-0.6B"
     if folder.exists() if wanted else all(path.exists() for path in model_files(folder)):
         return folder
@@ -945,8 +924,7 @@ def find_model(wanted=None):
 
 
 def ask_hub(call, *args, **options):
-    """Call a function of the Hub's library without the user's token, which may have expired, and if the Hub
-    wants one, with it."""
+    """Call a function of the Hub's library without the user's token, and if the Hub wants one, with it."""
     try:
         return call(*args, **options, token=False)
     except OSError as error:                                    # those of HTTP have a response
@@ -1008,9 +986,8 @@ def complete(folder, prompt, max_tokens, temperature, top_p):
 def main():
     """Run the program. Errors are exceptions, which are printed in one line at the end of the file."""
     args = parse_arguments()
-    # A terminal may lack letters; a file or a pipe gets UTF-8. check_utf8 refuses bytes that are not UTF-8
     sys.stdout.reconfigure(encoding=None if sys.stdout.isatty() else "utf-8", errors="replace")
-    sys.stdin.reconfigure(encoding="utf-8", errors="surrogateescape")
+    sys.stdin.reconfigure(encoding="utf-8", errors="surrogateescape")           # check_utf8 refuses bad bytes
     prompt = "The capital of France is" if args.prompt is None else args.prompt
     if prompt == "-": prompt = sys.stdin.read().removesuffix("\n")
     check_utf8(f"{prompt}{args.system}")
