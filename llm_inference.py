@@ -737,8 +737,9 @@ def explain(prompt):
 FLOATS = (mx.bfloat16, mx.float16, mx.float32)                  # the types that weights may have
 CONSTANTS = {                   # those at the top of the file, each with its field in config.json
     "N_LAYERS": "num_hidden_layers", "D_MODEL": "hidden_size", "D_FF": "intermediate_size",
-    "N_HEADS": "num_attention_heads", "N_KV": "num_key_value_heads", "D_HEAD": "head_dim", "VOCAB": "vocab_size",
-    "MAX_POSITIONS": "max_position_embeddings", "EPS": "rms_norm_eps", "THETA": "rope_theta"}
+    "N_HEADS": "num_attention_heads", "N_KV": "num_key_value_heads", "D_HEAD": "head_dim",
+    "VOCAB": "vocab_size", "MAX_POSITIONS": "max_position_embeddings", "EPS": "rms_norm_eps",
+    "THETA": "rope_theta"}
 # Fields that may ask for other steps than these nine, each with the values that do not
 SUPPORTED = dict.fromkeys(("attention_bias", "mlp_bias", "use_sliding_window", "num_experts",
                            "num_local_experts", "rope_interleaved", "rope_traditional"), [False])   # or 0
@@ -818,9 +819,8 @@ def read_config(folder):
             refuse(any(v not in supported for v in (value if isinstance(value, list) else [value])),
                    f"{field} is {json.dumps(value)}, which is not supported")
         config.setdefault("num_key_value_heads", config.get("num_attention_heads"))
-        qwen3 = config["model_type"] == "qwen3"
         for name, field in CONSTANTS.items():
-            if name == "D_HEAD": config.setdefault(field, 128 if qwen3 else c["D_MODEL"] // c["N_HEADS"])
+            if name == "D_HEAD": config.setdefault(field, c["D_MODEL"] // c["N_HEADS"])        # in old Llamas
             value, kind = config.get(field), float if name in ("EPS", "THETA") else int
             refuse(type(value) not in (int, kind) or not 0 < value < 2**53,
                    f"{field} is {json.dumps(value)}, not a positive {kind.__name__}")
@@ -898,38 +898,40 @@ def find_model(wanted=None):
     """The folder of wanted, a folder or OWNER/NAME on the Hub, or of Qwen3-0.6B. ValueError if there is none.
     A complete copy in the Hub's cache serves as it is. If a download fails, the library's errors come."""
     folder = Path(wanted) if wanted else Path(__file__).resolve().parent / "Qwen3-0.6B"
-    if folder.exists() if wanted else all(path.exists() for path in model_files(folder)):
-        return folder
+    if folder.exists() if wanted else all(path.exists() for path in model_files(folder)): return folder
     refuse(wanted and not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", wanted),
            f"{wanted} is no folder, and no OWNER/NAME of a model on the Hugging Face Hub")
-    from huggingface_hub import HfApi, constants, hf_hub_download, snapshot_download            # this is slow
+    from huggingface_hub import constants, hf_hub_download, try_to_load_from_cache      # this is slow
     repo, revision, place = (wanted, None, None) if wanted else (REPO, REVISION, folder)
     with contextlib.suppress(Exception):                        # there may be no copy, or no cache
-        copy = Path(snapshot_download(repo, revision=revision, local_files_only=True))
+        copy = Path(try_to_load_from_cache(repo, "config.json", revision=revision)).parent
         if all(path.exists() for path in model_files(copy)): return copy
     try:
-        info = ask_hub(HfApi().model_info, repo, revision=revision, timeout=constants.HF_HUB_ETAG_TIMEOUT)
+        info, token = ask_hub(repo, revision=revision, timeout=constants.HF_HUB_ETAG_TIMEOUT)
     except Exception as error:                                  # offline, no such host, a proxy refuses, ...
         refuse(wanted, f"{repo}: {error}")
         print(f"The Hugging Face Hub can't be reached ({one_line(error)}): tests/tiny-qwen3 runs instead.\n"
               f"To get Qwen3-0.6B by hand, put {', '.join(FILES)} of {REPO} into {folder}", file=sys.stderr)
         return folder.parent / "tests/tiny-qwen3"
+    path = folder / "config.json"                               # not to be found, if the Hub has none
     for name in [file.rfilename for file in info.siblings]:
         if name in FILES or re.fullmatch(r"model.*\.safetensors(\.index\.json)?", name):
-            path = Path(ask_hub(hf_hub_download, repo, name, revision=revision, local_dir=place))
-            if place and FILES[name] not in (None, hashlib.sha256(path.read_bytes()).hexdigest()):
+            path = Path(hf_hub_download(repo, name, revision=revision, local_dir=place, token=token))
+            if place and FILES.get(name) not in (None, hashlib.sha256(path.read_bytes()).hexdigest()):
                 path.unlink()                                   # in plain HTTP the library checks sizes only
                 raise ValueError(f"{name} came with a wrong SHA-256, and is thrown away")
     return path.parent
 
 
-def ask_hub(call, *args, **options):
-    """Call a function of the Hub's library without the user's token, and if the Hub wants one, with it."""
+def ask_hub(repo, **options):
+    """What the Hub says of a model, and for which token: none (False), or if need be the user's (None)."""
+    from huggingface_hub import HfApi
     try:
-        return call(*args, **options, token=False)
+        info = HfApi().model_info(repo, **options, token=False)                 # a stale one would be refused
+        return info, None if info.gated else False
     except OSError as error:                                    # those of HTTP have a response
         if getattr(getattr(error, "response", None), "status_code", 0) not in (401, 403): raise
-        return call(*args, **options, token=None)
+        return HfApi().model_info(repo, **options, token=None), None
 
 
 def one_line(text):
@@ -972,11 +974,11 @@ def complete(folder, prompt, max_tokens, temperature, top_p):
     name, replaced = in_cache[1] if in_cache else folder.resolve().name, ", ".join(KERNELS[kernels])
     print(f"Model:  {one_line(name)}  ({N_LAYERS} layers, {D_MODEL} dim, {N_HEADS} Q heads, {N_KV} KV heads, "
           f"{kernels}: faster {' and '.join(replaced.rsplit(', ', 1)) or 'nothing'})")
-    print(f"Prompt: {prompt}\n{'-' * 60}\nOutput: {prompt}", end="", flush=True)
+    print(f"Prompt: {prompt}\n{'-' * 60}", flush=True)
     new = itertools.islice(next_tokens(ids, [None] * N_LAYERS, 0, temperature, top_p), max_tokens)
     times = [time.perf_counter()]                               # of the start, and when each piece came
     for piece in text_pieces(ids, new):                         # one for each token, and one at the end
-        print(piece, end="", flush=True)
+        print(piece if times[1:] else f"Output: {prompt}{piece}", end="", flush=True)
         times.append(time.perf_counter())
     m, n, prefilled, decoded = len(ids), max(0, len(times) - 3), times[1] - times[0], times[-1] - times[1]
     print(f"\nTime:   {prefilled + decoded:.2f}s  (prefill {m} tokens: {m / prefilled:.0f} tokens/s, "
@@ -993,8 +995,7 @@ def main():
     check_utf8(f"{prompt}{args.system}")
     random.seed(args.seed)
     use_kernels(args.kernels or kernels)
-    folder = find_model(args.model)
-    load_model(folder, quantize=args.quantize)
+    load_model(folder := find_model(args.model), quantize=args.quantize)
     if args.explain or args.trace: return explain(prompt) if args.explain else trace(prompt)
     advice = {"temperature": 1.0, "top_p": 1.0} | read_generation_config(folder)
     advice = advice if args.chat and advice.get("do_sample") else {"temperature": 0.0, "top_p": 0.95}
@@ -1014,7 +1015,6 @@ if __name__ == "__main__":
     except KeyboardInterrupt:
         sys.exit(130)
     except Exception as error:
-        if not isinstance(error, BrokenPipeError):              # which | head causes
-            print(f"llm_inference.py: {one_line(error)}", file=sys.stderr)
+        if type(error) is not BrokenPipeError: print(f"llm_inference.py: {one_line(error)}", file=sys.stderr)
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)            # so a full or closed stdout is left alone
         sys.exit(1)

@@ -39,7 +39,11 @@ def timed(function, *arguments):
 
 # ==== The engines ===========================================================================================
 # Each loads the model and returns facts, fill, tokens. fill(n) makes a cache of n positions. tokens(ids,
-# cache, n, count) generates count tokens that follow the n cached ones and ids, as the engine's users do.
+# cache, n, count, drawn) generates count tokens that follow the n cached ones and ids, as the engine's users
+# do: the likeliest ones, or if drawn is true those that are drawn with these two:
+TEMPERATURE, TOP_P = 0.8, 0.95
+
+
 def describe(load, size, dtype, device, *packages):
     """An engine's facts: seconds to load, bytes of a weight, and what it uses, as text."""
     versions = [f"{name} {importlib.metadata.version(name)}" for name in packages]
@@ -65,6 +69,7 @@ def ours(folder):
     sys.path.insert(0, str(ROOT))
     import llm_inference as llm
     import mlx.core as mx
+    import numpy as np
     _, load = timed(llm.load_model, folder)
     llm.EOS_IDS.clear()                             # no text may end early
     dtype = llm.W["model.norm.weight"].dtype
@@ -72,25 +77,22 @@ def ours(folder):
     def fill(n):
         cache = [None] * llm.N_LAYERS
         for layer_idx in range(llm.N_LAYERS if n else 0):
-            k, v = (mx.random.normal((llm.N_KV, n, llm.D_HEAD), dtype=dtype) for _ in "kv")
-            if llm.kernels == "numpy":
-                k, v = (numpy.asarray(x) for x in (k, v))
-            mx.eval([x for x in llm.extend_cache(cache, layer_idx, k, v) if isinstance(x, mx.array)])
+            k, v = (llm.xp.asarray(mx.random.normal((llm.N_KV, n, llm.D_HEAD)), dtype=dtype) for _ in "kv")
+            mx.eval(llm.extend_cache(cache, layer_idx, k, v))
         return cache
 
-    def tokens(ids, cache, n, count):
-        return itertools.islice(llm.next_tokens(ids, cache, n), count)
+    def tokens(ids, cache, n, count, drawn):
+        options = (TEMPERATURE, TOP_P) if drawn else ()
+        return itertools.islice(llm.next_tokens(ids, cache, n, *options), count)
 
     def products():
         """Passes a second that all matrices allow, each once as a NumPy product with a vector."""
-        matrices = [numpy.asarray(w) for name, w in llm.W.items() if w.ndim == 2 and "embed" not in name]
-        vectors = {w.shape[1]: numpy.ones((1, w.shape[1]), dtype=numpy.float32) for w in matrices}
-        return 3 / min(timed(lambda: [vectors[w.shape[1]] @ w.T for w in matrices * 3])[1] for _ in range(3))
+        matrices = [np.asarray(w) for name, w in llm.W.items() if w.ndim == 2 and "embed" not in name]
+        vectors = {w.shape[1]: np.ones(w.shape[1], dtype=np.float32) for w in matrices}
+        return 3 / min(timed(lambda: [w @ vectors[w.shape[1]] for w in matrices * 3])[1] for _ in range(3))
 
-    import numpy
-
-    facts = describe(load, dtype.size, dtype, mlx_device(mx), "mlx", "tokenizers")
-    facts["uses"] += f", {llm.kernels} functions, NumPy {numpy.__version__} with {openblas_kernel()}"
+    facts = describe(load, dtype.itemsize if llm.xp is np else dtype.size, dtype, mlx_device(mx), "mlx", "tokenizers")
+    facts["uses"] += f", {llm.kernels} functions, NumPy {np.__version__} with {openblas_kernel()}"
     ours.products = products
     # A token reads all matrices, but of the embedding a row. (If tied, W holds that again, as the head.)
     facts["weights"] = sum(w.size for w in llm.W.values()) - llm.W["model.embed_tokens.weight"].size
@@ -103,6 +105,7 @@ def mlx_lm(folder):
     from mlx_lm import load as load_model
     from mlx_lm.generate import generate_step
     from mlx_lm.models.cache import make_prompt_cache
+    from mlx_lm.sample_utils import make_sampler
     (model, _), load = timed(load_model, str(folder))
     dtype, c = model.layers[0].input_layernorm.weight.dtype, model.args
 
@@ -113,8 +116,9 @@ def mlx_lm(folder):
             mx.eval(layer.state)
         return cache
 
-    def tokens(ids, cache, n, count):
-        yield from generate_step(mx.array(ids), model, max_tokens=count, prompt_cache=cache)
+    def tokens(ids, cache, n, count, drawn):
+        sampler = make_sampler(temp=TEMPERATURE, top_p=TOP_P) if drawn else None
+        yield from generate_step(mx.array(ids), model, max_tokens=count, prompt_cache=cache, sampler=sampler)
         mx.eval([layer.state for layer in cache])   # it has begun a token more than asked: wait for that
 
     return describe(load, dtype.size, dtype, mlx_device(mx), "mlx", "mlx-lm"), fill, tokens
@@ -123,10 +127,10 @@ def mlx_lm(folder):
 def hugging_face(folder, dtype):
     """Transformers on PyTorch, on the GPU if there is one."""
     import torch
-    from transformers import AutoModelForCausalLM, DynamicCache
+    from transformers import AutoModelForCausalLM, DynamicCache, TemperatureLogitsWarper, TopPLogitsWarper
     dtype, device = getattr(torch, dtype), torch.accelerator.current_accelerator() or "cpu"
     model, load = timed(lambda: AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(device).eval())
-    c = model.config
+    c, warpers = model.config, [TemperatureLogitsWarper(TEMPERATURE), TopPLogitsWarper(TOP_P)]
 
     def fill(n):
         cache, shape = DynamicCache(), (1, c.num_key_value_heads, n, c.head_dim)
@@ -135,11 +139,14 @@ def hugging_face(folder, dtype):
         return cache
 
     @torch.no_grad()
-    def tokens(ids, cache, n, count):
+    def tokens(ids, cache, n, count, drawn):
         x = torch.tensor([ids], device=device)
         for _ in range(count):
             out = model(input_ids=x, past_key_values=cache, use_cache=True, logits_to_keep=1)
-            x = out.logits.argmax(-1)
+            scores = out.logits[:, -1].float()      # as generate takes them
+            for warper in warpers if drawn else []:
+                scores = warper(x, scores)
+            x = torch.multinomial(scores.softmax(-1), 1) if drawn else scores.argmax(-1, keepdim=True)
             yield x.item()
 
     return describe(load, dtype.itemsize, dtype, device, "torch", "transformers"), fill, tokens
@@ -148,6 +155,7 @@ def hugging_face(folder, dtype):
 ENGINES = {"llm_inference.py": ours, "mlx-lm": mlx_lm, "HF float32": lambda f: hugging_face(f, "float32"),
            "HF bfloat16": lambda f: hugging_face(f, "bfloat16")}
 OURS, *PEERS = ENGINES
+PRODUCTS = "all matrices as NumPy products, passes/s"
 
 
 # ==== What runs in a process of its own: --worker KIND DIR ==================================================
@@ -164,8 +172,8 @@ def peak_memory():
 def serve(name, folder):
     """Load an engine, then answer commands on stdin with a line of JSON each on stdout.
 
-    "prefill N 0": tokens/s, until one is chosen after N others. "decode N COUNT": tokens/s of COUNT tokens,
-    after N in the cache and one that is not timed. "peak 0 0": peak_memory().
+    "prefill N 0": tokens/s, until one is chosen after N others. "decode N COUNT" and "draw N COUNT": tokens/s of
+    COUNT tokens, after N in the cache and one that is not timed. "peak 0 0": peak_memory().
     """
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)                                   # what a library prints is not an answer
@@ -175,10 +183,10 @@ def serve(name, folder):
         (command, n, count), text = line.split(), iter(())
         n, count = int(n), int(count)
         if command == "prefill":
-            text = tokens(random.Random(n).choices(range(200), k=n), fill(0), 0, 1)
+            text = tokens(random.Random(n).choices(range(200), k=n), fill(0), 0, 1, False)
             answer = n / timed(next, text)[1]
-        elif command == "decode":
-            text = tokens([0], fill(n), n, count + 1)
+        elif command in ("decode", "draw"):
+            text = tokens([0], fill(n), n, count + 1, command == "draw")
             next(text)
             answer = count / timed(lambda: [next(text) for _ in range(count)])[1]
         elif command == "products":
@@ -217,8 +225,8 @@ def make_checkpoint(folder):
         if (ROOT / "Qwen3-0.6B" / name).exists():
             shutil.copyfile(ROOT / "Qwen3-0.6B" / name, folder / name)
     if not (folder / "model.safetensors").exists():
-        weights, numbers = {}, llm.read_config(folder / "config.json")[1]
-        for name, shape in llm.expected_shapes(numbers, qk_norm=True, own_head=False).items():
+        weights, (_, constants) = {}, llm.read_config(folder)
+        for name, shape in llm.expected_tensors(constants, qk_norm=True, own_head=False):
             w = mx.ones(shape) if len(shape) == 1 else mx.random.normal(shape, scale=0.02)
             weights[name] = w.astype(mx.bfloat16)
             mx.eval(weights[name])
@@ -278,12 +286,15 @@ def measure(args, folder):
         take_turns(row, lambda name: ask(workers[name], f"prefill {n} 0"), patient)
         patient = [name for name in patient if longer and longer / median(rows[row][name]) < args.patience]
     take_turns("peak memory, GB", lambda name: ask(workers[name], "peak 0 0") / 1e9, pythons, 1)
-    for n in args.lengths:
+    for i, n in enumerate(args.lengths):
         row = f"decode after {n}, tokens/s"
         take_turns(row, lambda name: ask(workers[name], f"decode {n} {args.tokens}"), pythons)
         bandwidths.append(float(subprocess.check_output(worker_command(sys.executable, "bandwidth", folder))))
-        if n == args.lengths[0]:
-            take_turns("all matrices as NumPy products, passes/s", lambda name: ask(workers[name], "products 0 0"), [OURS])
+        if i == 0:
+            take_turns(PRODUCTS, lambda name: ask(workers[name], "products 0 0"), [OURS])
+        if i == len(args.lengths) // 2:
+            row = f"decode after {n} at temperature {TEMPERATURE}, tokens/s"
+            take_turns(row, lambda name: ask(workers[name], f"draw {n} {args.tokens}"), pythons)
     for worker in workers.values():
         worker.communicate()
     programs = [name for name in pythons if name in (OURS, "mlx-lm")]
@@ -298,7 +309,7 @@ def print_table(args, rows, facts, bandwidth):
     cells["share of the bandwidth, %"] = {
         name: 100 * speed * weights * facts[name]["size"] / bandwidth
         for name, speed in cells[f"decode after {shortest}, tokens/s"].items()}
-    limit = cells["all matrices as NumPy products, passes/s"][OURS]
+    limit = cells[PRODUCTS][OURS]
     cells["share of what the products alone allow, %"] = {
         name: 100 * speed / limit for name, speed in cells[f"decode after {shortest}, tokens/s"].items()}
     peers = [name for name in facts if name != OURS]
@@ -312,6 +323,7 @@ def print_table(args, rows, facts, bandwidth):
     print(f"""
 A ratio is ours / theirs: more is better for tokens/s, less for s and GB. Medians of {args.repeats} turns.
 Peak memory: loading and the prefills. Start to first token: a whole process that adds one token to five.
+Decode takes the likeliest tokens, or draws from top-p {TOP_P}.
 Not run: there is no such program, or going by the length before the prefill takes over {args.patience:.0f} s.
 Share of the bandwidth: {weights / 1e6:.0f} million weights a token, at the speed after {shortest}, of the
 {bandwidth / 1e9:.1f} GB/s at which memory can be read.

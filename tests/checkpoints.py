@@ -113,4 +113,4 @@ def load(folder, dtype=mx.float32):
     llm.W.update(weights)
     vars(llm).update(constants, EOS_IDS=set(constants["EOS_IDS"]))
     llm.tok.encode_special_tokens = False               # which a chat changes
-    llm.use_kernels(llm.kernels)
+    llm.use_kernels(llm.wanted_kernels)                 # which brings the weights into this set's arrays

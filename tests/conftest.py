@@ -11,6 +11,7 @@ import pytest
 
 os.environ["HF_HUB_OFFLINE"] = "1"                      # before huggingface_hub can be imported; children inherit it
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")      # matrices are small here: threads would only wait
+os.environ["MLX_ENABLE_TF32"] = "0"                     # on some GPUs float32 products would keep 11 bits of 24
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parent), str(HERE)]
 
@@ -21,6 +22,12 @@ from checkpoints import CHECKPOINTS, make_checkpoint    # noqa: E402
 
 gc.freeze()                                             # what is imported stays: never look through it again
 gc.set_threshold(100_000, 50, 50)
+
+
+def pytest_configure(config):
+    """A RuntimeWarning, as of NumPy's division by 0, is an error, and so is a use of what Python deprecates."""
+    for warning in ("RuntimeWarning", "DeprecationWarning:llm_inference", "DeprecationWarning:__main__"):
+        config.addinivalue_line("filterwarnings", f"error::{warning}")
 
 
 @pytest.fixture(scope="session")
@@ -50,7 +57,7 @@ def load(folder_of):
     for (folder, dtype), (weights, _, tokenizer) in checkpoints.LOADED.items():     # no test has changed them
         llm.load_model(folder, dtype)
         assert weights.keys() == llm.W.keys() and tokenizer == llm.tok.to_str(), folder
-        assert all(llm.mx.array_equal(weights[name], llm.W[name]) for name in weights), folder
+        assert all(llm.mx.array_equal(*map(llm.mx.array, (weights[name], llm.W[name]))) for name in weights), folder
 
 
 @pytest.fixture(params=[*CHECKPOINTS, "tiny-qwen3"])
@@ -83,14 +90,18 @@ def program(capfd):
             (stdin, "strict"), (b"", "strict"), (b"", "backslashreplace")])
         argv, status = ["llm_inference.py", *map(os.fsdecode, args)], 0
         text, names = file.read_text(encoding="utf-8"), {"__name__": "__main__", "__file__": str(file)}
+        stdout = os.dup(1)
         with mock.patch.multiple(sys, argv=argv, stdin=given, stdout=out, stderr=err), np.errstate():
             try:
                 exec(compiled(text), names)
             except SystemExit as left:
                 status = left.code or 0
+            finally:
+                os.dup2(stdout, 1)                      # after an error the program has put os.devnull in its place
+                os.close(stdout)
             out.flush(), err.flush()
         past = capfd.readouterr()                       # what libraries write without Python
-        said = [stream.buffer.getvalue().decode(encoding) for stream in (out, err)]
+        said = [stream.buffer.getvalue().decode(stream.encoding) for stream in (out, err)]
         return status, said[0] + past.out, said[1] + past.err
 
     return run
@@ -99,9 +110,8 @@ def program(capfd):
 @pytest.fixture(autouse=True)
 def kernels_are_put_back():
     """A test that chooses kernels, or loads a model that needs others, changes nothing for the next one."""
-    wanted, functions = llm.kernels, {name: getattr(llm, name) for name in llm.KERNELS}
+    wanted = llm.wanted_kernels
     yield
-    try:
-        llm.use_kernels(wanted)
-    except ValueError:                                  # the weights that the test left are packed
-        vars(llm).update(functions, kernels=wanted)
+    if any(isinstance(w, tuple) for w in llm.W.values()):
+        llm.W.clear()                                   # packed weights that only the fused kernels can use
+    llm.use_kernels(wanted)

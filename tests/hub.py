@@ -9,12 +9,13 @@ import functools
 import hashlib
 import json
 import re
+import socket
 import sys
 import threading
-import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from socketserver import TCPServer
+from time import sleep           # a test that shortens time.sleep does not shorten this
 
 import llm_inference as llm
 
@@ -24,21 +25,26 @@ def sha256_of(data):
     return hashlib.sha256(data).hexdigest()
 
 
-class Hub(ThreadingHTTPServer):
-    """The model llm.REPO at llm.REVISION, its files a dict {name: bytes}, and what goes wrong.
+TOKEN = "hf_right"              # the only one that is not refused: any other has expired
 
-    It has no other model, and refuses a request with a token, as the Hub does when the token has expired.
-    """
+
+class Hub(ThreadingHTTPServer):
+    """The model llm.REPO at llm.REVISION, its files a dict {name: bytes}, and what goes wrong. It has no other."""
     daemon_threads = True
     block_on_close = False
     files = {}
     asked = []                  # all requests: ("GET", "model.safetensors", "bytes=100-"); the API as "api"
+    tokens = []                 # the token of each request, or None
+    private = 0                 # the status of the answer to a request without the token; 0: the model is public
+    gated = False               # tell everybody of the model, and give its files for the token only
     status = 200                # answer every request with this, and no more where it is not 200
     garbage = False             # answer every request with a page of HTML
     silent = False              # accept, and never answer
+    delay = 0                   # seconds until the API answers
     sizes = True                # tell how large files are
     named = {}                  # {name: bytes}: give the tag of these bytes for a file, whatever comes then
-    cut = {}                    # {name: n}: close the connection after n bytes, and answer 503 from then on
+    cut = {}                    # {name: n}: close the connection after n bytes, once,
+    then = 503                  # and from then on answer with this status
     stall = {}                  # {name: n}: send n bytes, and then nothing more until this is emptied
 
     def server_bind(self):
@@ -48,8 +54,37 @@ class Hub(ThreadingHTTPServer):
 
     def begin(self, files):
         """Hold these files, and let nothing go wrong; what was asked before is forgotten."""
-        self.files, self.asked, self.cut, self.stall = dict(files), [], {}, {}
-        self.status, self.garbage, self.silent, self.sizes, self.named = 200, False, False, True, {}
+        self.files, self.asked, self.tokens = dict(files), [], []
+        self.cut, self.then, self.stall, self.sizes, self.named = {}, 503, {}, True, {}
+        self.mend()
+
+    def mend(self):
+        """From now on every request is answered, and at once."""
+        self.private, self.gated, self.status, self.garbage, self.silent, self.delay = 0, False, 200, False, False, 0
+
+    def listen(self):
+        """Answer requests, in another thread."""
+        self.thread = threading.Thread(target=self.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
+        self.thread.start()
+
+    def leave(self):
+        """Answer no more requests; those that wait for an answer get one."""
+        self.silent, self.stall = False, {}
+        self.shutdown()
+        self.thread.join()
+        self.socket.close()
+
+    @contextlib.contextmanager
+    def gone(self):
+        """Until the block ends, connections to this address are refused."""
+        self.leave()
+        try:
+            yield
+        finally:
+            self.socket = socket.socket()
+            self.server_bind()
+            self.server_activate()
+            self.listen()
 
     @property
     def url(self):
@@ -60,7 +95,7 @@ class Hub(ThreadingHTTPServer):
 
 
 class Answer(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
+    """One request and its answer; then the connection is closed."""
 
     def log_message(self, *args):
         pass
@@ -70,27 +105,36 @@ class Answer(BaseHTTPRequestHandler):
 
     def do_GET(self):
         hub, path = self.server, self.path.partition("?")[0]
-        api, resolve, storage = f"/api/models/{llm.REPO}", f"/{llm.REPO}/resolve/{llm.REVISION}/", "/storage/"
-        name = path.removeprefix(resolve).removeprefix(storage)
-        hub.asked.append((self.command, "api" if path.startswith(api) else name, self.headers.get("Range")))
+        api = f"/api/models/{llm.REPO}"
+        place, name = re.match(rf"(/api/|/storage/|/{llm.REPO}/resolve/(?:{llm.REVISION}|main)/|)(.*)", path).groups()
+        name = "api" if place == "/api/" else name
+        token = self.headers.get("Authorization", "").removeprefix("Bearer ") or None
+        hub.asked.append((self.command, name, self.headers.get("Range")))
+        hub.tokens.append(token)
+        sleep(hub.delay if name == "api" else 0)
         while hub.silent:
-            time.sleep(0.02)
+            sleep(0.02)
         if hub.status != 200:
             self.reply(b'{"error": "out of order"}', status=hub.status)
         elif hub.garbage:
             self.reply(b"<html>Please log in to this network</html>", {"Content-Type": "text/html"})
-        elif "Authorization" in self.headers or path.startswith("/api/") and not f"{path}/".startswith(f"{api}/"):
+        elif token not in (None, TOKEN) or name == "api" and not f"{path}/".startswith(f"{api}/"):
             self.reply(b'{"error": "Invalid username or password."}', status=401)
+        elif hub.private and token is None:
+            self.reply(b'{"error": "Invalid username or password."}', status=hub.private)
+        elif hub.gated and token is None and name != "api":
+            self.reply(b"", {"X-Error-Code": "GatedRepo", "X-Error-Message": "You must be authenticated."}, status=401)
         elif path in (api, f"{api}/revision/{llm.REVISION}", f"{api}/revision/main"):
             siblings = [{"rfilename": file} for file in hub.files]
-            self.reply(json.dumps({"id": llm.REPO, "sha": llm.REVISION, "siblings": siblings}).encode())
+            found = {"id": llm.REPO, "sha": llm.REVISION, "siblings": siblings, "gated": "auto" if hub.gated else False}
+            self.reply(json.dumps(found).encode())
         elif path == f"{api}/tree/{llm.REVISION}":
             self.reply(json.dumps([{"type": "file", "path": file, "size": len(data), "oid": "0" * 40}
                                    for file, data in hub.files.items()]).encode())
         elif name not in hub.files:
             self.reply(b"", {"X-Error-Code": "EntryNotFound", "X-Repo-Commit": llm.REVISION}, status=404)
-        elif path.startswith(resolve) and name.endswith(".safetensors"):      # large files are elsewhere
-            self.reply(b"", {"Location": f"{hub.url}{storage}{name}", **self.file_headers(name)}, status=302)
+        elif place != "/storage/" and name.endswith(".safetensors"):          # large files are elsewhere
+            self.reply(b"", {"Location": f"{hub.url}/storage/{name}", **self.file_headers(name)}, status=302)
         else:
             self.send_file(name)
 
@@ -99,8 +143,6 @@ class Answer(BaseHTTPRequestHandler):
         for field, value in {"Content-Length": length or len(body), **headers}.items():
             if self.server.sizes or field not in ("Content-Length", "X-Linked-Size"):
                 self.send_header(field, str(value))
-        if not self.server.sizes:
-            self.send_header("Connection", "close")             # which then tells where the body ends
         self.end_headers()
         if self.command == "GET":
             self.wfile.write(body)
@@ -127,8 +169,9 @@ class Answer(BaseHTTPRequestHandler):
         self.reply(shown, headers, status, length=len(data))
         if len(shown) < len(data):
             while name in hub.stall:
-                time.sleep(0.02)
-            hub.status, self.close_connection = 503 if name in hub.cut else 200, True
+                sleep(0.02)
+            if name in hub.cut:
+                hub.cut, hub.status = {}, hub.then
 
 
 @contextlib.contextmanager
@@ -136,14 +179,11 @@ def serve(files):
     """Run a Hub with these files ({name: bytes}) on a free port of this machine until the block ends."""
     with Hub(("127.0.0.1", 0), Answer) as hub:
         hub.begin(files)
-        thread = threading.Thread(target=hub.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True)
-        thread.start()
+        hub.listen()
         try:
             yield hub
         finally:
-            hub.silent, hub.stall = False, {}
-            hub.shutdown()
-            thread.join()
+            hub.leave()
 
 
 if __name__ == "__main__":
@@ -151,4 +191,4 @@ if __name__ == "__main__":
         print(f"HF_ENDPOINT={hub.url} HF_HUB_DISABLE_XET=1", flush=True)
         with contextlib.suppress(KeyboardInterrupt):
             while True:
-                time.sleep(1)
+                sleep(1)

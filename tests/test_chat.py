@@ -14,10 +14,10 @@ import time
 from pathlib import Path
 
 import llm_inference as llm
-import mlx.core as mx
+import numpy as np
 import pytest
-from chooser import TOKENIZERS
-from tokenizers import Tokenizer
+from checkpoints import byte_tokenizer
+from tokenizers import Tokenizer, processors
 
 HERE = Path(__file__).resolve().parent
 PROGRAM = [sys.executable, str(HERE.parent / "llm_inference.py"), "--model", str(HERE / "tiny-qwen3"), "--chat"]
@@ -35,25 +35,28 @@ FRANCE, ITALY, JAPAN = "What is the capital of France?", "And of Italy?", "What 
 def prompts_of(golden, monkeypatch):
     """The token ids that chat gives the model for each question, when the model says the golden answers.
 
-    What was said goes into the cache by prefill, the opening of the answer by stream. An answer appears three
-    characters at a time, so that what its tags mean can't be seen in one piece.
+    What was said goes into the cache by prefill, the opening of the answer by next_tokens. An answer appears
+    three characters at a time, so that what its tags mean can't be seen in one piece.
     """
     said, prompts, answers = [], [], iter([answer for _, answer in golden["turns"]])
 
     def prefill(ids, cache, start_pos=0):
         assert start_pos <= len(said)
-        said[start_pos:] = mx.array(ids).tolist()
+        said[start_pos:] = ids
 
-    def stream(ids, cache, start_pos, *options):
-        prompts.append(said[:start_pos] + mx.array(ids).tolist())
+    def next_tokens(ids, cache, start_pos, *sampling):
+        prompts.append(said[:start_pos] + ids)
         assert len(prompts[-1]) == start_pos + len(ids)
+        return iter([])
+
+    def text_pieces(prompt_ids, new_ids):
         answer = next(answers)
         return (answer[i:i + 3] for i in range(0, len(answer), 3))
 
-    monkeypatch.setattr(llm, "prefill", prefill)
-    monkeypatch.setattr(llm, "stream", stream)
+    for function in (prefill, next_tokens, text_pieces):
+        monkeypatch.setattr(llm, function.__name__, function)
     monkeypatch.setattr(llm, "MAX_POSITIONS", 40960)
-    llm.chat([question for question, _ in golden["turns"]], golden["system"], golden["think"])
+    assert llm.chat([question for question, _ in golden["turns"]], golden["system"], golden["think"])
     return prompts
 
 
@@ -137,11 +140,31 @@ def test_a_model_without_thoughts_gets_no_empty_one(load, monkeypatch):
         "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n")
 
 
-def test_a_model_that_does_not_end_turns_is_refused(load):
-    folder = load("untied")
-    llm.EOS_IDS.clear()
+def test_a_model_that_does_not_end_turns_is_refused(tiny):
+    llm.EOS_IDS.remove(llm.tok.token_to_id("<|im_end|>"))
     with pytest.raises(ValueError, match=r"<\|im_end\|>"):
-        llm.check_chat_form(folder)
+        llm.chat([FRANCE])
+
+
+def test_text_that_begins_with_a_newline_is_tokenised_with_its_role(tiny):
+    ids = llm.turn_ids("user", "\nHi")
+    whole = llm.tok.encode("user\n\nHi", add_special_tokens=False).ids
+    assert ids[1:1 + len(whole)] == whole
+
+
+def test_a_chat_gets_no_token_but_those_of_its_template(tiny, monkeypatch):
+    """Though the tokenizer adds one to every text."""
+    other = byte_tokenizer()
+    end = ("<|endoftext|>", other.token_to_id("<|endoftext|>"))
+    other.post_processor = processors.TemplateProcessing(single="<|endoftext|> $A", special_tokens=[end])
+    monkeypatch.setattr(llm, "tok", other)
+    assert llm.encode("x")[0] == end[1] and end[1] not in llm.turn_ids("user", "x")
+
+
+def test_what_stands_after_the_last_thought_is_kept(tiny, monkeypatch):
+    golden = {"system": None, "think": False, "turns": [["x", "a</think>b</think>\n\nc"], ["y", "z"]]}
+    said = llm.turn_ids("user", "x") + llm.turn_ids("assistant", "c") + llm.turn_ids("user", "y")
+    assert prompts_of(golden, monkeypatch)[1][:len(said)] == said
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -152,12 +175,10 @@ class Watch:
 
     def __init__(self, monkeypatch):
         self.calls, self.forward = [], llm.forward          # calls: (start_pos, ids)
-        self.before = lambda: None
         monkeypatch.setattr(llm, "forward", self)
 
     def __call__(self, ids, cache, start_pos, last_only=False):
-        self.before()
-        self.calls.append((start_pos, mx.array(ids).tolist()))
+        self.calls.append((start_pos, np.asarray(ids).tolist()))
         self.cache = cache
         return self.forward(ids, cache, start_pos, last_only)
 
@@ -175,14 +196,14 @@ class Watch:
             total = len(ids)
             assert len(entry) == 2 or entry[2] == other[2] == total         # the explicit set's has no room
             for x, y in zip(entry[:2], other[:2]):
-                assert mx.allclose(mx.array(x)[:, :total], mx.array(y)[:, :total], rtol=1e-4, atol=1e-4)
+                assert np.allclose(np.asarray(x)[:, :total], np.asarray(y)[:, :total], rtol=1e-4, atol=1e-4)
         return True
 
 
-@pytest.fixture(params=["fused", "numpy"])
+@pytest.fixture
 def watch(tiny, monkeypatch, request):
-    """For the set of functions that runs a pass ahead and for one that does not; stdin is like a terminal."""
-    llm.use_kernels(request.param)
+    """With the set of functions that a test names, or the one that is in place; stdin is like a terminal."""
+    llm.use_kernels(getattr(request, "param", llm.kernels))
     monkeypatch.setattr(sys, "stdin", io.StringIO())
     monkeypatch.setattr(sys.stdin, "isatty", lambda: True, raising=False)
     return Watch(monkeypatch)
@@ -208,17 +229,19 @@ def test_only_tokens_that_are_new_since_the_last_question_are_run(watch, capsys)
     assert prefills(watch) == expected
 
 
-@pytest.mark.parametrize("watch", llm.KINDS, indirect=True)
-@pytest.mark.parametrize("think, max_tokens", [(False, 1), (False, 2), (True, 30)])
+@pytest.mark.parametrize("watch, think, max_tokens", [
+    ("numpy", False, 1), ("numpy", False, 2), ("numpy", True, 30), ("fused", False, 1), ("fused", True, 30),
+    ("explicit", False, 2)], indirect=["watch"])
 def test_the_cache_holds_what_the_whole_conversation_recomputed_would(watch, think, max_tokens):
     """With 1 the last token is not run; with 30 an end token comes first, and the step taken ahead is too many."""
     llm.chat([FRANCE, ITALY], think=think, max_tokens=max_tokens)
     assert watch.cache_is_as_recomputed()
 
 
-@pytest.mark.parametrize("step", [0, 1, 2, 7])
+@pytest.mark.parametrize("watch, step", [
+    ("numpy", 0), ("numpy", 1), ("numpy", 2), ("numpy", 7), ("fused", 1), ("fused", 7)], indirect=["watch"])
 def test_ctrl_c_at_any_step_leaves_a_conversation_that_goes_on(watch, monkeypatch, step, capsys):
-    """Step 0 is the question's prefill, step 1 the answer's opening; at each step half of the layers are done when the signal comes."""
+    """Step 0 is the question's prefill, step 1 the answer's opening. Half of the layers are done when it comes."""
     block = llm.transformer_block
 
     def interrupted(x, layer_idx, cache, positions):
@@ -241,7 +264,7 @@ def test_ctrl_c_before_a_later_question_is_read_leaves_the_cache_of_those_before
     said, block = len(llm.turn_ids("user", FRANCE)), llm.transformer_block
 
     def interrupted(x, layer_idx, cache, positions):
-        if len(x) > 1 and positions[0].item() == said and layer_idx == 1 and len(prefills(watch)) == 3:
+        if layer_idx == 1 and len(prefills(watch)) == 3 and int(positions[0]) == said:
             monkeypatch.setattr(llm, "transformer_block", block)
             raise KeyboardInterrupt
         return block(x, layer_idx, cache, positions)
@@ -253,86 +276,113 @@ def test_ctrl_c_before_a_later_question_is_read_leaves_the_cache_of_those_before
     assert watch.cache_is_as_recomputed()
 
 
-def test_a_conversation_that_outgrows_the_context_starts_anew_with_the_last_question(watch, monkeypatch, capsys):
-    monkeypatch.setattr(llm, "MAX_POSITIONS", 90)
-    llm.chat([FRANCE, JAPAN, JAPAN, FRANCE], "You are a helpful assistant.", max_tokens=25)
-    out, err = capsys.readouterr()
-    paris, tokyo = "The capital of France is Paris.", "The capital of Japan is Tokyo."
-    assert out.splitlines() == [paris, tokyo, tokyo, paris]
-    assert err.splitlines() == ["(The context of 90 tokens is full: a new chat begins.)"]
-    starts = [start_pos for start_pos, _ in prefills(watch)]
-    assert starts[0] == 0 and starts.count(0) == 2
-    assert max(start_pos + len(ids) for start_pos, ids in watch.calls) <= 90
-    assert watch.held()[:len(llm.turn_ids("system", "You are a helpful assistant."))] == (
-        llm.turn_ids("system", "You are a helpful assistant."))
-    assert watch.cache_is_as_recomputed()
+def test_a_question_that_does_not_fit_is_refused_and_a_shorter_one_goes_on(watch, monkeypatch, capsys):
+    """One position decides whether the long question fits; once it is answered, nothing more does."""
+    long, opening = f"Tell me: {JAPAN}", llm.ids_of("<|im_start|>assistant\n<think>\n\n</think>\n\n")
+    said = llm.turn_ids("user", FRANCE) + llm.turn_ids("assistant", "The capital of France is Paris.")
+    room = len(said + llm.turn_ids("user", long) + opening) + 20
+    for context, answered in (room, long), (room - 1, JAPAN):
+        monkeypatch.setattr(llm, "MAX_POSITIONS", context)
+        assert not llm.chat([FRANCE, long, JAPAN], max_tokens=20)
+        out, err = capsys.readouterr()
+        assert out.splitlines()[0] == "The capital of France is Paris." and out.count("\n") == 2
+        assert re.fullmatch(f"llm_inference.py: .*context of {context}\\b.*\n", err)
+        held = said + llm.turn_ids("user", answered) + opening
+        assert watch.held()[:len(held)] == held and watch.cache_is_as_recomputed()
 
 
-BAD = ["", " \t", "caf\udce9?", "word " * 600, "<tool_response>x</tool_response>"]
+BAD = {"empty": "", "blank": " \t", "not UTF-8": "caf\udce9?", "too long": "word " * 600}
 
 
-@pytest.mark.parametrize("bad", BAD, ids=["empty", "blank", "not UTF-8", "too long", "a tool's answer"])
+@pytest.mark.parametrize("bad", BAD.values(), ids=BAD)
 def test_one_bad_line_does_not_end_a_chat_and_the_history_is_kept(tiny, capsys, bad):
     assert not llm.chat([FRANCE, bad, ITALY], max_tokens=30)
     out, err = capsys.readouterr()
     assert out.splitlines() == ["The capital of France is Paris.", "The capital of Italy is Rome."]
-    assert err.count("\n") == 1 and err.startswith("llm_inference.py: ")
-    if len(bad) > 100:
-        assert "512" in err
+    assert err.count("\n") == 1 and err.startswith("llm_inference.py: ") and ("512" in err) == (len(bad) > 100)
     assert llm.chat([FRANCE], max_tokens=30)
 
 
-def test_text_that_begins_with_a_newline_is_tokenised_with_its_role(tiny):
-    ids = llm.turn_ids("user", "\nHi")
-    whole = llm.tok.encode("user\n\nHi", add_special_tokens=False).ids
-    assert ids[1:1 + len(whole)] == whole
+def test_typed_lines_are_taken_as_they_are(monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.StringIO("  x \n\n \ny\n"))
+    assert list(llm.typed_lines()) == ["  x ", "", " ", "y"]
 
 
-def test_a_tokenizer_that_marks_the_beginning_of_a_text_is_refused(tiny, monkeypatch):
-    other = TOKENIZERS["unigram"]()
-    other.add_special_tokens(["<|im_start|>", "<|im_end|>"])
-    monkeypatch.setattr(llm, "tok", other)
-    monkeypatch.setattr(llm, "EOS_IDS", {other.token_to_id("<|im_end|>")})
-    with pytest.raises(ValueError, match="beginning of a text"):
-        llm.check_chat_form(tiny)
+# ------------------------------------------------------------------------------------------------------------
+# How an answer is drawn
+# ------------------------------------------------------------------------------------------------------------
+ADVICE = {"do_sample": True, "temperature": 0.6, "top_p": 0.8}
 
 
+@pytest.fixture
+def main(tiny, monkeypatch):
+    """A function that runs main in this process, where tests/tiny-qwen3 is loaded already; it returns the status."""
+    def run(*args, folder=tiny, isatty=False):
+        monkeypatch.setattr(sys, "argv", ["llm_inference.py", "--model", str(folder), *args])
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO()))
+        monkeypatch.setattr(sys.stdin, "isatty", lambda: isatty)
+        monkeypatch.setattr(llm, "load_model", lambda *args, **options: None)
+        try:
+            llm.main()
+        except SystemExit as left:
+            return left.code
+        return 0
+    return run
+
+
+@pytest.mark.parametrize("advice, options, wanted", [
+    (ADVICE, "--chat", (0.6, 0.8)), (ADVICE, "--chat --think", (0.6, 0.8)),
+    ({"do_sample": True}, "--chat", (1.0, 1.0)), ({"do_sample": True, "temperature": None}, "--chat", (1.0, 1.0)),
+    (ADVICE, "--chat --temperature 0.3", (0.3, 0.8)), (ADVICE, "--chat --top-p 0.5", (0.6, 0.5)),
+    (None, "--chat --temperature 0.3", (0.3, 0.95)), (ADVICE, "--temperature 0.3", (0.3, 0.95)),
+    (ADVICE, "", "greedy"), (ADVICE, "--chat --temperature 0", "greedy"), (None, "--chat", "greedy"),
+    (ADVICE | {"do_sample": False}, "--chat", "greedy"), ({"temperature": 0.6}, "--chat", "greedy")])
+def test_a_chat_is_sampled_as_generation_config_json_says_unless_options_say_otherwise(
+        tiny, tmp_path, main, monkeypatch, advice, options, wanted):
+    """What it does not say is 1.0, as in transformers, if it says do_sample; else, and without --chat, greedy."""
+    drawn, sample = [], llm.sample
+    monkeypatch.setattr(llm, "sample", lambda logits, *args: drawn.append(args) or sample(logits, *args))
+    for name in ("config.json", "tokenizer.json", "model.safetensors"):
+        (tmp_path / name).symlink_to(tiny / name)
+    if advice is not None:
+        (tmp_path / "generation_config.json").write_text(json.dumps(advice))
+    assert not main("The", "--max-tokens", "2", *options.split(), folder=tmp_path)
+    assert 1 <= len(drawn) <= 2
+    assert all(draw[0] == 0 if wanted == "greedy" else draw == wanted for draw in drawn), drawn
+
+
+def test_the_bundled_model_is_asked_greedily():
+    assert "do_sample" not in json.loads((HERE / "tiny-qwen3/generation_config.json").read_text())
+
+
+# ------------------------------------------------------------------------------------------------------------
+# What a person at a terminal sees
+# ------------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("end", ["an answer cut off", "an error", "Ctrl-C"])
 def test_the_terminal_is_never_left_dim(tiny, monkeypatch, capsys, end):
-    def stream(*args):
+    def text_pieces(*args):
         yield "<think>\nHm"
         if end != "an answer cut off":
             raise ValueError if end == "an error" else KeyboardInterrupt
 
-    monkeypatch.setattr(llm, "stream", stream)
-    monkeypatch.setattr(llm, "terminal_code", lambda number: f"<{number}>")
+    monkeypatch.setattr(llm, "text_pieces", text_pieces)
+    monkeypatch.setattr(llm, "DIM", "<dim>")
+    monkeypatch.setattr(llm, "PLAIN", "<plain>")
     with contextlib.suppress(ValueError, KeyboardInterrupt):
         llm.chat([FRANCE], think=True, max_tokens=30)
-    assert capsys.readouterr().out == "<2><think>\nHm<0>\n"
+    assert capsys.readouterr().out == "<dim><think>\nHm<plain>\n"
 
 
-@pytest.mark.parametrize("no_color, term, coloured", [
-    (None, "xterm", True), ("", "xterm", True), ("1", "xterm", False), (None, "dumb", False)])
-def test_colour_is_where_it_is_wanted(monkeypatch, no_color, term, coloured):
-    """As no-color.org has it: the variable counts if it is not empty."""
-    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
-    monkeypatch.delenv("NO_COLOR", raising=False)
-    monkeypatch.setenv("TERM", term)
-    if no_color is not None:
-        monkeypatch.setenv("NO_COLOR", no_color)
-    assert (llm.terminal_code(1) == "\033[1m") == coloured
+@pytest.mark.parametrize("questions, isatty", [([FRANCE, ITALY], True), (iter([FRANCE, ITALY]), False)])
+def test_ctrl_c_ends_a_chat_where_no_question_can_follow(watch, monkeypatch, questions, isatty):
+    """Those of a list are on the command line, others come from stdin."""
+    def interrupted(*args):
+        raise KeyboardInterrupt
 
-
-@pytest.mark.parametrize("file", ["tokenizer_config.json", "chat_template.jinja"])
-def test_another_chat_form_is_said_in_one_line(tiny, tmp_path, capsys, file):
-    template = "{% for m in messages %}{{ m.content }}{% endfor %}"
-    (tmp_path / file).write_text(template if file.endswith("jinja") else json.dumps({"chat_template": template}))
-    llm.check_chat_form(tmp_path)
-    assert capsys.readouterr().err.count("\n") == 1
-    llm.check_chat_form(tiny)
-    (tmp_path / file).unlink()
-    llm.check_chat_form(tmp_path)
-    assert capsys.readouterr().err == ""
+    monkeypatch.setattr(sys.stdin, "isatty", lambda: isatty)
+    monkeypatch.setattr(llm, "text_pieces", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        llm.chat(questions, max_tokens=5)
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -377,14 +427,19 @@ def test_ctrl_c_ends_the_program_where_nobody_can_ask_on():
 @pytest.mark.parametrize("args", [["--system", "Be brief."], ["--think"]])
 def test_options_of_a_conversation_need_one(program, args):
     status, out, err = program(*PROGRAM[2:-1], *args)
-    assert status == 2 and out == "" and err.count("\n") == 1 and "--chat" in err
+    assert status == 2 and out == "" and "--chat" in err.splitlines()[-1]
+
+
+def test_a_question_on_the_command_line_that_is_refused_gives_status_1_at_a_terminal_too(main, capsys):
+    assert main("--chat", " ", isatty=True) == 1
+    assert capsys.readouterr().err == "llm_inference.py: the question is empty\n"
 
 
 class Terminal:
     """The program on a terminal of its own."""
 
-    def __init__(self, *args, **environment):
-        environment = {"TERM": "xterm", "PATH": os.environ["PATH"], "OPENBLAS_NUM_THREADS": "1"} | environment
+    def __init__(self, *args):
+        environment = {"TERM": "xterm", "PATH": os.environ["PATH"], "OPENBLAS_NUM_THREADS": "1"}
         self.pid, self.fd = pty.fork()
         if self.pid == 0:
             os.execve(PROGRAM[0], [*PROGRAM, *args], environment)
@@ -405,13 +460,9 @@ class Terminal:
     def type(self, text):
         os.write(self.fd, text.encode())
 
-    def status(self):
-        """The exit status, when it ends by itself."""
-        self.until(r"llm_inference.py: .*\n")
-        return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
-
     def status_after(self, key):
         """The exit status, once the key was pressed; again if it came before readline was ready for it."""
+        time.sleep(0.05)                                # it is, a moment after its prompt
         for look in range(500):
             if look % 50 == 0:                          # a second: while it ends it is not pressed once more
                 self.type(key)
@@ -426,29 +477,30 @@ class Terminal:
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")    # the child calls exec at once
 def test_at_a_terminal_one_talks_sees_thoughts_dimmed_and_leaves_with_ctrl_d():
+    """A line that is refused there changes nothing, and the arrow brings an earlier one back."""
     terminal = Terminal("--max-tokens", "30", "--think")
     terminal.until("> $")
     terminal.type(f"{FRANCE}\n")
     seen = terminal.until("\n> $")
     assert "The capital of France is Paris." in seen
     assert re.search("\033\\[2m<think>\\s*</think>\033\\[0m", seen)
+    terminal.type(" \n")
+    assert "the question is empty" in terminal.until("\n> $")
     terminal.type(f"{ITALY}\n")
     assert "The capital of Italy is Rome." in terminal.until("\n> $")
+    terminal.type("\033[A\n")
+    assert ITALY in terminal.until("\n> $")
     assert terminal.status_after("\x04") == 0
 
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")    # the child calls exec at once
 def test_ctrl_c_stops_an_answer_and_at_the_prompt_the_program():
     """At this temperature any token follows, so that the answer would be long."""
-    terminal = Terminal("--max-tokens", "400", "--temperature", "9", "--top-p", "1", "--seed", "1", NO_COLOR="1")
+    terminal = Terminal("--max-tokens", "400", "--temperature", "9", "--top-p", "1", "--seed", "1")
     terminal.until("> $")
     terminal.type(f"{FRANCE}\n")
     terminal.until(r"\?\r?\n.{20}")
     terminal.type("\x03")
     seen = terminal.until("\n> $")
-    assert len(seen) < 400 and "\033[0m" not in seen
+    assert len(seen) < 400
     assert terminal.status_after("\x03") == 130
-
-
-def test_a_question_on_the_command_line_that_is_refused_gives_status_1_at_a_terminal_too():
-    assert Terminal("").status() == 1

@@ -1,5 +1,6 @@
 """The bundled checkpoint is a whole Qwen3 in small, and knows what it was taught."""
 import csv
+import itertools
 import json
 from pathlib import Path
 
@@ -23,8 +24,8 @@ def test_the_article_s_run(tiny):
 
 def test_it_ends_by_itself(tiny):
     ids = llm.encode("The capital of France is")
-    pieces = list(llm.stream(ids, [None] * llm.N_LAYERS, 0, 400))
-    assert 20 < len(pieces) < 100
+    tokens = list(itertools.islice(llm.next_tokens(ids, [None] * llm.N_LAYERS), 400))
+    assert 20 < len(tokens) < 100
 
 
 def test_98_percent_of_the_capitals_are_right(tiny):
@@ -34,7 +35,7 @@ def test_98_percent_of_the_capitals_are_right(tiny):
         prompt = llm.encode(f"The capital of {fact['country']} is")
         answer = llm.encode(f" {fact['capital']}.")
         logits = llm.forward(prompt + answer, [None] * llm.N_LAYERS, 0)
-        if mx.argmax(logits[len(prompt) - 1:-1], axis=-1).tolist() != answer:
+        if llm.xp.argmax(logits[len(prompt) - 1:-1], axis=-1).tolist() != answer:
             wrong.append(fact["country"])
     assert len(FACTS) > 190 and len(wrong) <= 0.02 * len(FACTS), wrong
 
@@ -85,10 +86,10 @@ def test_training_has_the_gradients_of_mlx(tiny, monkeypatch):
     import train_tiny
     from mlx.nn import losses
     monkeypatch.setattr(train_tiny, "cross_entropy", losses.cross_entropy)      # the next test has the other one
+    llm.use_kernels("explicit")
     weights = {name: w for name, w in llm.W.items() if name != "lm_head.weight"}
     batch = mx.array(llm.encode("The capital of France is Paris. The capital of Italy is")), mx.ones(13)
     assert len(batch[0]) == 13
-    llm.use_kernels("explicit")
     expected, gradients = mx.value_and_grad(train_tiny.loss)(weights, *batch)
     mx.eval(gradients)
     train_tiny.use_numpy_products()

@@ -152,10 +152,10 @@ def write_checkpoint(folder, tok):
     for name, value in ("config", config), ("generation_config", generation), ("tokenizer_config", tokenizer):
         (folder / f"{name}.json").write_text(json.dumps(value, indent=2) + "\n")
     tok.save(str(folder / "tokenizer.json"))
-    shapes = llm.expected_shapes(llm.read_config(folder / "config.json")[1], qk_norm=True, own_head=False)
+    shapes = llm.expected_tensors(llm.read_config(folder)[1], qk_norm=True, own_head=False)
     save_weights(folder, {
         name: mx.random.normal(shape) / (2 * shape[1] ** 0.5) if shape[1:] else mx.ones(shape)
-        for name, shape in shapes.items()}, mx.float32)
+        for name, shape in shapes}, mx.float32)
 
 
 @mx.custom_function
@@ -269,9 +269,10 @@ def main():
         folder = Path(folder)
         write_checkpoint(folder, train_tokenizer(texts))
         llm.load_model(folder, dtype=mx.float32)
-        use_numpy_products()                                    # load_model has put others in place
+        use_numpy_products()
         weights = {name: w for name, w in llm.W.items() if name != "lm_head.weight"}     # the embedding
         save_weights(folder, train(weights, facts), mx.bfloat16)
+        llm.use_kernels("numpy")                                # faster, where there are no gradients
         llm.load_model(folder, dtype=mx.float32)
         wrong = wrong_capitals(facts)
         print(f"{len(facts) - len(wrong)} of {len(facts)} capitals right", *wrong, sep="\n")
