@@ -286,7 +286,7 @@ def nucleus(logits, temperature, top_p):
     if top_p < 1:
         falling = -xp.sort(-probs)                              # the largest first
         likelier = xp.cumsum(falling) - falling                 # the sum of all before it: 0 for the first
-        least = xp.min(xp.where(likelier < top_p, falling, 1))  # of those that are kept
+        least = xp.min(xp.where(likelier < top_p, falling, falling[:1]))        # of those that are kept
         probs = xp.where(probs >= least, probs, 0)
     return probs / xp.sum(probs)
 
@@ -295,13 +295,13 @@ def sample(logits, temperature=0.0, top_p=0.95):
     """Choose a token: logits (151936,) -> its id, which int() takes.
 
     Temperature 0 takes the likeliest token ("greedy"); such texts tend to repeat themselves. Above 0, draw a
-    number from 0 to 1, add up nucleus's probabilities, and take the first token at which the sum passes it.
+    number up to 1, add up nucleus's probabilities, and take the first token at which the sum reaches it.
     """
     if temperature < 1e-5:                                      # 0, or too little to divide by
         return xp.argmax(logits)
-    number = random.random()
-    sums = xp.cumsum(nucleus(logits, temperature, top_p))
-    return xp.argmax(sums > number)                             # argmax finds the first that is true
+    number = 1 - random.random()                                # above 0, and up to 1
+    sums = xp.cumsum(nucleus(logits, temperature, top_p))       # the last may be 0.9999
+    return xp.argmax(sums >= number * sums[-1:])                # argmax finds the first that is true
 
 
 # ==== Step 9: the generation loop, prefill and then decode ==================================================
@@ -404,7 +404,7 @@ def fused_extend_cache(cache, layer_idx, k, v):
     place only if no other variable needs it. NumPy always does, so there a free row begins with NaN ("not a
     number"): if it does not, it belongs to the other text.
     """
-    refuse(xp is np and any(isinstance(w, mx.array) for w in W.values()), 'gradients need "explicit"')
+    refuse(xp is np and not layer_idx and mx.array in map(type, W.values()), 'gradients need "explicit"')
     keys, values, length = cache[layer_idx] or (k[:, :0], v[:, :0], 0)
     total = length + k.shape[1]
     if total > keys.shape[1] or (xp is np and not np.isnan(keys[0, length, 0])):
@@ -415,6 +415,10 @@ def fused_extend_cache(cache, layer_idx, k, v):
     keys[:, length:total], values[:, length:total] = k, v
     cache[layer_idx] = (keys, values, total)
     return keys[:, :total], values[:, :total]
+
+
+numpy_extend_cache = fused_extend_cache                         # xp makes it serve both sets
+
 
 def fused_linear(x, name):
     """linear, also for a matrix that is packed to save memory. Its entry in W is then three arrays: w, where
@@ -477,7 +481,6 @@ def numpy_attend(q, k, v):
     return out.reshape(N_HEADS, n, -1)                                          # (16, n, 128)
 
 
-numpy_extend_cache = fused_extend_cache                         # xp makes it serve both sets
 KERNELS = {kind: {name.removeprefix(f"{kind}_"): function for name, function in globals().items()
                   if name.startswith(f"{kind}_")} for kind in ("explicit", "fused", "numpy")}
 FUNCTIONS_OF_THE_STEPS = {name: globals()[name] for name in KERNELS["fused"]}
@@ -611,7 +614,7 @@ def trace(prompt):
     """Print each call in one decode pass: the weight or layer, shapes in, shapes out, and their type."""
     ids, cache = check_prompt(encode(prompt), 2), [None] * N_LAYERS
     names, token = {id(w): name for name, w in W.items()}, int(sample(prefill(ids, cache)[-1]))
-    for path, args, result in watch(lambda: sample(forward([token], cache, len(ids))[-1])):
+    for path, args, result in watch(lambda: sample(forward(xp.asarray([token]), cache, len(ids))[-1])):
         labels = [names.get(id(a), a) for a in args if id(a) in names or isinstance(a, str)]
         labels += [f"layer {a}" for a in args if isinstance(a, int) and path[-1] != "forward"]
         dtype = str(parts(result)[0].dtype).removeprefix("mlx.core.")
@@ -683,8 +686,8 @@ def show_layers(ids, seen):
     """Print for each layer where the last token looks, and the answer if no layer followed ("logit lens")."""
     n, shades = len(ids), " .:-=+*#%@"
     columns, width = sorted({*range(n)[:4], *range(n)[-20:]}), 2 if n <= 12 else 1      # all, if n <= 24
-    x = xp.concatenate([x[-1:] for _, _, x in seen["transformer_block"]])               # (28, 1024)
-    lens = softmax(linear(rms_norm(x, W["model.norm.weight"]), "lm_head.weight"))       # (28, 151936)
+    x = rms_norm(xp.concatenate([x[-1:] for _, _, x in seen["transformer_block"]]), W["model.norm.weight"])
+    lens = softmax(xp.asarray(linear(x, "lm_head.weight"), dtype=xp.float32))           # (28, 151936)
     rows = [" " * 9 + "|".ljust(width) * column + spell(ids[i]) for column, i in enumerate(columns)]
     for layer, (_, (q, k, _), _) in enumerate(seen["attend"]):
         # If token i's value is 1 in place i and 0 elsewhere, the weighted mean is the weights: (16, n)
@@ -694,8 +697,8 @@ def show_layers(ids, seen):
         best = int(xp.argmax(lens[layer]))
         rows.append(f"layer {layer:2} {strip} {head:5}  {bar(lens[layer, best].item(), 12)} {spell(best)}")
     show("Steps 5 and 7: in each layer, where the last token looks, and the answer if the model ended there",
-         "Look at which token is dark where the answer appears; idle heads look at the first token."
-         + " Shown: the first 4 and the last 20." * (n > 24),
+         "Look which token is dark where the answer appears; idle heads look at the first."
+         + " Shown: first 4 and last 20." * (n > 24),
          f"{'':9}{'looks at':{width * len(columns)}} {'head':>5}  {'probability of':19} next token", *rows)
 
 
@@ -998,14 +1001,16 @@ def main():
     load_model(folder := find_model(args.model), quantize=args.quantize)
     if args.explain or args.trace: return explain(prompt) if args.explain else trace(prompt)
     advice = {"temperature": 1.0, "top_p": 1.0} | read_generation_config(folder)
-    advice = advice if args.chat and advice.get("do_sample") else {"temperature": 0.0, "top_p": 0.95}
+    advice = advice if args.chat and advice.get("do_sample") is True else {"temperature": 0.0, "top_p": 0.95}
     temperature = advice["temperature"] if args.temperature is None else args.temperature
     if temperature == 0 and (args.seed is not None or args.top_p is not None):
         print("--seed and --top-p have no effect without --temperature", file=sys.stderr)
-    most = args.max_tokens or (MAX_POSITIONS // 4 if args.chat else 100)
-    options = most, temperature, args.top_p or advice["top_p"]
-    if not args.chat: return complete(folder, prompt, *options)
-    all_well = chat(typed_lines() if args.prompt is None else [prompt], args.system, args.think, *options)
+    top_p, most = args.top_p or advice["top_p"], args.max_tokens or (MAX_POSITIONS // 4 if args.chat else 100)
+    with naming(f"generation_config.json: temperature {temperature!r}, top_p {top_p!r}"):
+        refuse(not 0 <= temperature < math.inf or not 0 < top_p <= 1, "these are out of range")
+    if not args.chat: return complete(folder, prompt, most, temperature, top_p)
+    questions = typed_lines() if args.prompt is None else [prompt]
+    all_well = chat(questions, args.system, args.think, most, temperature, top_p)
     sys.exit(0 if all_well or args.prompt is None and sys.stdin.isatty() else 1)
 
 

@@ -6,8 +6,8 @@ Run by hand, never by pytest, in an environment with torch, transformers and mlx
 
 For every checkpoint, and for tests/tiny-qwen3, one file holds `ids` (n,), `logits` (n, vocab), the hidden state before
 the first and after every block, `hidden.0` to `hidden.N` (n, hidden), and `greedy` (24,), all in float32, and
-`logits.bfloat16`, the logits when transformers computes in bfloat16. `long` is a text of 500 ids, `long.logits` (1, vocab)
-are the logits after its last.
+`logits.bfloat16`, the logits when transformers computes in bfloat16. `long` is a text of 500 ids, `long.logits`
+(1, vocab) are the logits after its last.
 """
 import random
 import sys

@@ -129,7 +129,7 @@ MUTATIONS = {
                                       "softmax(xp.asarray(logits, dtype=xp.float32)) / temperature"),
     "temperature multiplies": ("nucleus", "/ temperature)", "* temperature)"),
     "a token drawn before the probabilities are added up": ("sample", "xp.cumsum(", "("),
-    "numbers drawn from 0 to 1/2 only": ("sample", "random.random()", "random.random() / 2"),
+    "numbers drawn from one half of their range only": ("sample", "random.random()", "random.random() / 2"),
     "greedy takes the least likely token": ("sample", "xp.argmax(logits)", "xp.argmin(logits)"),
     "prefill's second piece at position 0": ("prefill", "start_pos + i", "start_pos"),
     "a token lost between two pieces": ("prefill", "ids[i:i + PIECE]", "ids[i:i + PIECE - 1]"),

@@ -53,13 +53,12 @@ def test_logits_equal_hugging_face(name):
 
 
 def test_logits_after_500_tokens_equal_hugging_face(name):
-    """In pieces of 256 as prefill does it, and then one token on a long cache: with NumPy for every one of
-    the checkpoints, and with the sets that take longer for one."""
+    """In pieces of 256 as prefill does it, and then one token on a long cache. The largest only with NumPy."""
     wanted = golden(name)
     long = wanted["long"].tolist()
-    for kind in each_set(KINDS if name == "three_queries_a_kv_head" else ["numpy"]):
+    assert difference(llm.prefill(long, fresh()), wanted["long.logits"]) < 2e-5
+    for kind in each_set(["numpy"] if name == "tiny-qwen3" else KINDS):
         cache = fresh()
-        assert difference(llm.prefill(long, fresh()), wanted["long.logits"]) < 2e-5, kind
         llm.prefill(long[:-1], cache)
         assert difference(llm.forward(long[-1:], cache, len(long) - 1), wanted["long.logits"]) < 2e-5, kind
 
@@ -155,14 +154,17 @@ def test_pieces_that_cross_the_cache_s_room_equal_one_pass(name):
     ids = golden(name)["long"].tolist()[:270]
     for kind in each_set():
         whole = llm.forward(ids, fresh(), 0)
-        for sizes in [(256, 14), (255, 1, 1, 13), (250, 10, 10), (100, 170), (1, 255, 1, 13),
-                      (1, 256, 1, 12), (10, 20, 235, 1, 1, 3)]:
+        for sizes in [(256, 14), (1, 256, 1, 12)] if kind == "explicit" else [
+                (256, 14), (255, 1, 1, 13), (250, 10, 10), (100, 170), (1, 255, 1, 13), (1, 256, 1, 12),
+                (10, 20, 235, 1, 1, 3)]:
             assert difference(in_pieces(ids, sizes), whole) < 1e-5, (kind, sizes)
 
 
 def rolled_back(cache, n):
     """A copy of the cache, cut off after n tokens, on the same arrays."""
-    return [(keys[:, :n], values[:, :n]) if llm.kernels == "explicit" else (keys, values, n) for keys, values, *_ in cache]
+    if llm.kernels == "explicit":
+        return [(keys[:, :n], values[:, :n]) for keys, values in cache]
+    return [(keys, values, n) for keys, values, _ in cache]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -173,7 +175,8 @@ def test_texts_that_go_on_from_copies_of_one_cache_are_all_right(tiny, kind):
     llm.forward(ids, cache, 0)
     copy, shorter = list(cache), rolled_back(cache, 2)
     for which, text, new in [(cache, ids, [20]), (copy, ids, [30, 31]), (shorter, ids[:2], [40, 41]),
-                             (cache, [*ids, 20], [50]), (copy, [*ids, 30, 31], [60]), (shorter, [10, 11, 40, 41], [70])]:
+                             (cache, [*ids, 20], [50]), (copy, [*ids, 30, 31], [60]),
+                             (shorter, [*ids[:2], 40, 41], [70])]:
         found = llm.forward(new, which, len(text), last_only=True)
         assert difference(found, llm.forward(text + new, fresh(), 0, last_only=True)) < 1e-5, (text, new)
 

@@ -11,7 +11,7 @@ import llm_inference as llm
 import mlx.core as mx
 import numpy as np
 import pytest
-from test_forward import KINDS, difference, fresh, golden
+from test_forward import KINDS, difference, fresh
 
 PLACES = sorted({name for replacements in llm.KERNELS.values() for name in replacements})
 
@@ -128,7 +128,7 @@ def loss_of(weight):
 
 @pytest.mark.parametrize("weight", WEIGHTS)
 def test_the_explicit_functions_give_gradients(load, weight):
-    """Along a random direction the slope is what the loss says a small step to either side."""
+    """Along the gradient the slope is what the loss says a small step to either side."""
     load("untied")
     llm.use_kernels("explicit")
     loss, w = loss_of(weight), llm.W[weight]
@@ -181,6 +181,7 @@ def test_a_token_is_handed_out_before_the_pass_that_starts_from_it_is_done(tiny,
     assert seconds(lambda: next(tokens)) < one_pass / 2
     assert seconds(mx.synchronize) > one_pass / 3       # it had been queued
     assert seconds(lambda: next(tokens)) < one_pass / 2
+    mx.synchronize()
 
 
 # Primitives of MLX that only look at memory in another way, and start no kernel where an array is contiguous.
