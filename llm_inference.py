@@ -62,10 +62,9 @@ MAX_POSITIONS = 40960           # the longest text, in tokens
 EPS = 1e-6                      # keeps RMSNorm (Step 3) from dividing by zero
 THETA = 1000000                 # the base of RoPE's angles (Step 4)
 
-# W holds model.embed_tokens.weight (151936, 1024), model.norm.weight (1024,), lm_head.weight (151936, 1024),
-# which in Qwen3-0.6B is the embedding again, and for each block, "model.layers.0." to "model.layers.27.", the
-# tensors below. There are 151936 rows, one per token, and some to spare. Matrices are stored as (out, in);
-# 2048 is 16 heads x 128, k and v have 8 x 128 = 1024 rows, and 3072 is the width of Step 6.
+# W holds model.embed_tokens.weight (151936, 1024), a row per token and some to spare, model.norm.weight
+# (1024,), lm_head.weight, in Qwen3-0.6B the embedding again, and for each block, "model.layers.0." to
+# "model.layers.27.", the tensors below. Matrices are (out, in); 2048 is 16 heads x 128, and 1024 is 8 x 128.
 #     input_layernorm.weight   (1024,)         post_attention_layernorm.weight (1024,)       Step 3
 #     self_attn.q_proj.weight  (2048, 1024)    self_attn.q_norm.weight         (128,)        Step 5
 #     self_attn.k_proj.weight  (1024, 1024)    self_attn.k_norm.weight         (128,)
@@ -487,9 +486,8 @@ FUNCTIONS_OF_THE_STEPS = {name: globals()[name] for name in KERNELS["fused"]}
 
 
 def use_kernels(wanted):
-    """Compute with one of the sets from now on, W in its library's arrays (NumPy's are views of MLX's).
-    NumPy has no bfloat16, and is slow with float16: for these "numpy" means the explicit set. Raises
-    ValueError if there is no such set, or if it can't compute with W."""
+    """Compute with one of the sets from now on. NumPy has no bfloat16, and is slow with float16: for such a W
+    "numpy" means the explicit set. Raises ValueError if there is no such set, or it can't compute with W."""
     global xp, kernels, wanted_kernels
     refuse(wanted not in KERNELS, f"there are no {wanted!r} kernels")
     refuse(wanted != "fused" and any(isinstance(w, tuple) for w in W.values()), "packed weights need fused")
@@ -510,16 +508,14 @@ def text_pieces(prompt_ids, new_ids):
     """Yield the text that each new token adds, "" while a character is not whole; at the end the rest.
 
     A token can be part of a character: an emoji has 4 bytes, and may come as 3 tokens. Decoded too early, it
-    is U+FFFD, the sign for damaged text: what ends in it is held back. A token's text can also depend on the
-    one before it: so the last tokens handed out are decoded without and with the new ones, and the difference
-    is new.
+    is U+FFFD, the sign for damaged text: what ends in it is held back. A token's text may depend on the one
+    before it: so the last tokens handed out are decoded alone and with the new ones; the difference is new.
     """
     ids, begin, shown = list(prompt_ids), 0, len(prompt_ids)    # the text of ids[:shown] has been handed out
     for token in new_ids:
         ids.append(token)
         piece = tok.decode(ids[begin:])[len(tok.decode(ids[begin:shown])):]
-        is_whole = piece != "" and not piece.endswith("\ufffd")
-        begin, shown = (shown, len(ids)) if is_whole else (begin, shown)
+        if is_whole := piece != "" and not piece.endswith("\ufffd"): begin, shown = shown, len(ids)
         yield piece if is_whole else ""
     yield tok.decode(ids[begin:])[len(tok.decode(ids[begin:shown])):]
 
@@ -600,8 +596,7 @@ def watch(run):
         running.pop()
         return call[-1]
 
-    with mock.patch.dict(globals(), {name: functools.partial(watched, name) for name in WATCHED}):
-        run()                                                   # afterwards patch.dict puts them back
+    with mock.patch.dict(globals(), {name: functools.partial(watched, name) for name in WATCHED}): run()
     return calls
 
 
@@ -697,9 +692,9 @@ def show_layers(ids, seen):
         best = int(xp.argmax(lens[layer]))
         rows.append(f"layer {layer:2} {strip} {head:5}  {bar(lens[layer, best].item(), 12)} {spell(best)}")
     show("Steps 5 and 7: in each layer, where the last token looks, and the answer if the model ended there",
-         "Look which token is dark where the answer appears; idle heads look at the first."
-         + " Shown: first 4 and last 20." * (n > 24),
-         f"{'':9}{'looks at':{width * len(columns)}} {'head':>5}  {'probability of':19} next token", *rows)
+         "Look at which token is dark where the answer appears; idle heads look at the first token.",
+         f"{'':9}{'looks at' if n <= 24 else 'first 4 and last 20':{width * len(columns)}} "
+         f"{'head':>5}  {'probability of':19} next token", *rows)
 
 
 def explain(prompt):
@@ -711,11 +706,11 @@ def explain(prompt):
     calls = watch(lambda: sample(prefill(xp.asarray(ids), cache)[-1]))
     seen = {name: [call for call in calls if call[0][-1] == name] for name in WATCHED}
     check_finite(xp.isfinite(seen["sample"][0][1][0]).all())
-    logits, longer, passes, start = [seen["sample"][0][1][0]], list(ids), [], time.perf_counter()
+    logits, passes, start = [seen["sample"][0][1][0]], [], time.perf_counter()
+    longer = [*ids, int(sample(logits[0]))]
     for pos in range(n, n + 8):
-        longer.append(int(sample(logits[-1])))
         passes.append(watch(lambda: logits.append(forward(longer[-1:], cache, pos)[-1])))
-    mx.eval(logits)
+        longer.append(int(sample(logits[-1])))
     speed = 8 / (time.perf_counter() - start)
     show("Step 1: the prompt's tokens", "Look at the spaces: they belong to the word that follows.",
          "position       id  text or name", *[f"{i:8} {t:8}  {spell(t)}" for i, t in enumerate(ids)])
@@ -728,7 +723,7 @@ def explain(prompt):
          f"{'id':>8} {'probability':23} {'at 0.7 and 0.95':23} token",
          *[f"{i:8} {bar(probs[i].item())} {bar(kept[i].item())} {spell(i)}"
            for i in xp.argsort(-probs)[:5].tolist()])
-    recomputed = forward(longer[:-1], [None] * N_LAYERS, 0)[n - 1:]             # at once, with nothing cached
+    recomputed = forward(longer[:n + 7], [None] * N_LAYERS, 0)[n - 1:]          # at once, with nothing cached
     show("Step 9: the next 8 tokens, decoded from the cache and recomputed without one",
          "Look at both ids: they should be the same, and the logits differ by rounding only.",
          "  cached  recomputed  largest difference of the logits",
@@ -738,18 +733,17 @@ def explain(prompt):
 
 # ==== Loading a checkpoint: what it must hold, and what is refused ==========================================
 FLOATS = (mx.bfloat16, mx.float16, mx.float32)                  # the types that weights may have
-CONSTANTS = {                   # those at the top of the file, each with its field in config.json
-    "N_LAYERS": "num_hidden_layers", "D_MODEL": "hidden_size", "D_FF": "intermediate_size",
-    "N_HEADS": "num_attention_heads", "N_KV": "num_key_value_heads", "D_HEAD": "head_dim",
-    "VOCAB": "vocab_size", "MAX_POSITIONS": "max_position_embeddings", "EPS": "rms_norm_eps",
-    "THETA": "rope_theta"}
+CONSTANTS = {"N_LAYERS": "num_hidden_layers", "D_MODEL": "hidden_size", "D_FF": "intermediate_size",
+             "N_HEADS": "num_attention_heads", "N_KV": "num_key_value_heads", "D_HEAD": "head_dim",
+             "VOCAB": "vocab_size", "MAX_POSITIONS": "max_position_embeddings", "EPS": "rms_norm_eps",
+             "THETA": "rope_theta"}                             # each with its field in config.json
 # Fields that may ask for other steps than these nine, each with the values that do not
 SUPPORTED = dict.fromkeys(("attention_bias", "mlp_bias", "use_sliding_window", "num_experts",
                            "num_local_experts", "rope_interleaved", "rope_traditional"), [False])   # or 0
 SUPPORTED |= {"model_type": ["qwen3", "llama"], "hidden_act": ["silu"], "layer_types": ["full_attention"],
               "is_causal": [True], "partial_rotary_factor": [1], "tie_word_embeddings": [True, False],
               "rope_type": ["default", "linear"], "type": ["default", "linear"], "factor": [1],
-              "rope_scaling": [{}], "rope_parameters": [{}]}    # their fields are moved out of them first
+              "quant_method": [None], "mode": ["affine"]}
 
 
 def load_model(folder, dtype=None, quantize=None):
@@ -768,9 +762,9 @@ def load_model(folder, dtype=None, quantize=None):
     stored, weights = {}, {}
     for path in model_files(folder)[2:]:
         with naming(path):
-            found = mx.load(str(path), format="safetensors")    # lazy: so far only the file's header is read
-            refuse(found.keys() & stored.keys(), "it has a tensor that another shard has, too")
-            stored |= found
+            for name, w in mx.load(str(path), format="safetensors").items():    # lazy: it reads a header
+                refuse(name in stored, f"{name} is in another file, too")
+                stored[name] = w
     dtype = dtype or (None if on_gpu else mx.float32)           # None: as stored
     tied = config.get("tie_word_embeddings", "lm_head.weight" not in stored)    # is the head the embedding?
     for name in [name for name in stored if tied and name.startswith("lm_head.")]:      # but stored, too
@@ -815,15 +809,17 @@ def read_config(folder):
     config = {"model_type": "missing", "rope_theta": 10000} | read_json(folder / "config.json")
     c, advice = {}, read_generation_config(folder)
     with naming(folder / "config.json"):
-        for field in ("rope_scaling", "rope_parameters"):       # transformers 5: rope_theta is in the latter
-            if isinstance(config.get(field), dict): config |= config.pop(field)
+        for field in ("rope_parameters", "rope_scaling", "quantization", "quantization_config"):
+            refuse(not isinstance(config.get(field, {}), dict), f"{field} is {json.dumps(config.get(field))}")
+            config |= config.get(field, {})                     # so their fields are checked with the others
         for field, supported in SUPPORTED.items():
             value = config.get(field, supported[0])
-            refuse(any(v not in supported for v in (value if isinstance(value, list) else [value])),
-                   f"{field} is {json.dumps(value)}, which is not supported")
-        config.setdefault("num_key_value_heads", config.get("num_attention_heads"))
+            values = set(value) if field == "layer_types" and isinstance(value, list) else [value]
+            refuse(any(v not in supported for v in values), f"{field} is {json.dumps(value)}: not supported")
+        config.setdefault("num_key_value_heads", config.get("num_attention_heads"))     # the usual
+        qwen3 = config["model_type"] == "qwen3"
         for name, field in CONSTANTS.items():
-            if name == "D_HEAD": config.setdefault(field, c["D_MODEL"] // c["N_HEADS"])        # in old Llamas
+            if name == "D_HEAD": config.setdefault(field, 128 if qwen3 else c["D_MODEL"] // c["N_HEADS"])
             value, kind = config.get(field), float if name in ("EPS", "THETA") else int
             refuse(type(value) not in (int, kind) or not 0 < value < 2**53,
                    f"{field} is {json.dumps(value)}, not a positive {kind.__name__}")
@@ -852,7 +848,7 @@ def model_files(folder):
     """The paths of config.json, tokenizer.json, and model.safetensors or the shards in its index."""
     names, index = ["model.safetensors"], folder / "model.safetensors.index.json"
     if index.exists() and not (folder / names[0]).exists():
-        with naming(index): names = sorted(set(read_json(index)["weight_map"].values()))
+        with naming(index): names = sorted({*map(str, json.loads(index.read_bytes())["weight_map"].values())})
     return [folder / name for name in ["config.json", "tokenizer.json", *names]]
 
 
@@ -874,15 +870,14 @@ def take(stored, name, shape, dtype, bits, stay_packed):
     """Take a tensor out of stored, as an entry of W. ValueError if it is not as expected.
     bits: round a matrix to so many, or None. stay_packed: whether packed matrices are left packed."""
     w, scales, biases = (stored.pop(name[:-6] + part, None) for part in ("weight", "scales", "biases"))
-    refuse(w is None, "it is missing")
+    refuse(w is None, f"it is missing; there is {min(stored, default='nothing')}")
+    refuse(bits and scales is not None, "it is quantised already")
     if scales is None and biases is None:
         refuse(w.dtype not in FLOATS, f"its type {w.dtype} is not supported")
         refuse(w.shape != shape, f"its shape is {w.shape}, config.json asks for {shape}")
         if bits is None or w.ndim == 1: return w.astype(dtype or w.dtype)
         w, scales, biases = mx.quantize(w, group_size=64, bits=bits)
-    else:
-        is_affine = all(part is not None and part.dtype in FLOATS for part in (scales, biases))
-        refuse(bits or not is_affine, "it is quantised already" if bits else "it is not in MLX's affine form")
+    refuse(any(x is None or x.dtype not in FLOATS for x in (scales, biases)), "it is not in affine form")
     options, dtype = packing(w, shape[-1], scales, biases), dtype or scales.dtype
     unpacked = mx.dequantize(w, scales.astype(mx.float32), biases.astype(mx.float32), **options)
     refuse(unpacked.shape != shape, f"unpacked, its shape is {unpacked.shape}, config.json asks for {shape}")
@@ -965,7 +960,7 @@ def parse_arguments():
             "--max-tokens must be at least 1": args.max_tokens is None or args.max_tokens > 0,
             "--temperature must be at least 0, and finite": 0 <= (args.temperature or 0) < math.inf,
             "--top-p must be above 0 and up to 1": args.top_p is None or 0 < args.top_p <= 1,
-            "--system and --think go with --chat": args.chat or not (args.system or args.think)}.items():
+            "--system and --think need --chat": args.chat or args.system is None and not args.think}.items():
         if not well: parser.error(message)
     return args
 
@@ -1009,9 +1004,9 @@ def main():
     with naming(f"generation_config.json: temperature {temperature!r}, top_p {top_p!r}"):
         refuse(not 0 <= temperature < math.inf or not 0 < top_p <= 1, "these are out of range")
     if not args.chat: return complete(folder, prompt, most, temperature, top_p)
-    questions = typed_lines() if args.prompt is None else [prompt]
-    all_well = chat(questions, args.system, args.think, most, temperature, top_p)
-    sys.exit(0 if all_well or args.prompt is None and sys.stdin.isatty() else 1)
+    lines = typed_lines() if args.prompt is None else [prompt]
+    well = chat(lines, args.system, args.think, most, temperature, top_p)
+    sys.exit(0 if well or args.prompt is None and sys.stdin.isatty() else 1)
 
 
 if __name__ == "__main__":

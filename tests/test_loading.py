@@ -83,6 +83,8 @@ def test_a_llama_without_head_dim_cuts_its_dimensions_into_heads(folder_of, tmp_
     assert llm.D_HEAD == 8 and as_in_transformers("llama_no_head_dim")
     llm.load_model(make_checkpoint(tmp_path / "m", "llama_no_head_dim", hidden_size=50))    # 50 / 6, rounded down
     assert llm.D_HEAD == 8
+    wide = make_checkpoint(tmp_path / "wide", "llama_head_dim", head_dim=128)               # not 48 / 4
+    assert refused(configure(wide, head_dim=OMIT), "self_attn.q_proj.weight", "(512, 48)", "(48, 48)")
 
 
 def test_without_a_word_of_it_every_query_head_has_its_own_key_head(folder_of, tmp_path):

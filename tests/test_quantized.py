@@ -114,11 +114,15 @@ def test_quantize_at_load_gives_what_mlx_lm_converts_to(source, bits):
     assert differ_by(logits(), before) > {4: 0.1, 8: 0.01}[bits]    # it was quantised: the answers are others
 
 
-def test_on_a_cpu_the_weights_are_written_out_in_float32(tmp_path):
-    llm.load_model(write(tmp_path / "q"))
-    assert {w.dtype for w in llm.W.values()} == {llm.xp.dtype("float32") if llm.xp is np else mx.float32}
-    assert llm.W[f"{PROJECTION}.weight"].shape == (64, 128)
-    assert not any(name.endswith(("scales", "biases")) for name in llm.W)
+def test_on_a_cpu_the_weights_are_written_out_in_float32_for_every_set(tmp_path):
+    folder = write(tmp_path / "q")
+    for kind in llm.KERNELS:
+        llm.use_kernels(kind)
+        llm.load_model(folder)
+        assert {type(w) for w in llm.W.values()} == {np.ndarray if kind == "numpy" else mx.array}
+        assert {str(w.dtype).removeprefix("mlx.core.") for w in llm.W.values()} == {"float32"}
+        assert llm.W[f"{PROJECTION}.weight"].shape == (64, 128)
+        assert not any(name.endswith(("scales", "biases")) for name in llm.W)
 
 
 @pytest.mark.parametrize("how", ["stored", "at load"])
