@@ -18,15 +18,15 @@ how well would it come next? One is chosen and added to the text, and then all a
         |             cache of keys and values      |   |                              |
         +-------------------------------------------+   +------------------------------+
 
-First comes the model, in nine steps, each formula as it is written on paper. These lines are what runs: if
-you change one, the text changes. Only extend_cache and attend, in Step 5, are replaced by faster ones on a
-CPU, and more functions on a GPU; these stand after Step 9, and --kernels explicit does without them. Then
-follow text that appears while it is made, a chat, two ways to look inside, loading, and the command line.
-Python looks a function up when it is called, so a step may use one that stands further below. Models of the
-Llama family run, too: they are Qwen3s without two of the norms (Step 5).
+First comes the model, in nine steps, each formula as it is written on paper. On a CPU these lines are what
+runs: if you change one, the text changes; only extend_cache and attend, in Step 5, are replaced by faster
+functions. On a GPU seven are; with --kernels explicit none is. After the steps come what is refused, these
+faster functions, text that appears while it is made, a chat, two ways to look inside, loading, the command
+line. Python looks a function up when it is called, so a step may use one that stands further below. Llamas
+run, too, if their RoPE is that of Step 4: they are Qwen3s without two of the norms (Step 5).
 
-Shapes are written (rows, columns), and (16, n, 128) is 16 such matrices; n is the number of tokens in a pass:
-first those of the prompt, then one at a time. The numbers in comments are Qwen3-0.6B's.
+Shapes are written (rows, columns), and (16, n, 128) is 16 such matrices; n is how many tokens go through the
+model at once, in a pass: first those of the prompt, then one at a time. The numbers are Qwen3-0.6B's.
 """
 import argparse, contextlib, functools, hashlib, itertools, json, math, os, random, re, sys, time
 from pathlib import Path
@@ -47,7 +47,7 @@ import numpy as np
 from tokenizers import Tokenizer
 from tqdm import tqdm
 
-xp = mx     # what computes: MLX on a GPU, NumPy on a CPU. The steps use only what both have under one name
+xp = mx     # what computes: MLX on a GPU, NumPy on a CPU. The steps use what both have under the same name
 
 # ==== The model: weights, a tokenizer and some numbers. load_model, near the end, reads them from files =====
 W = {}                          # every weight, an array of xp, under its Hugging Face name
@@ -78,7 +78,7 @@ def encode(prompt):
     """A text's token ids: "The| capital| of| France| is" becomes [785, 6722, 315, 9625, 374].
 
     Byte pair encoding starts with a word's bytes, and joins neighbours into longer pieces. The list of pairs
-    to join was made with the tokenizer: join the most frequent pair everywhere in many texts, count again,
+    to join was made once, before training: join the most frequent pair everywhere in many texts, count again,
     join again, and so on. So a frequent word is one token, often with the space before it; a rare word, or a
     rare character, is several.
     """
@@ -117,9 +117,9 @@ def apply_rope(q, k, positions):
     q (16, n, 128), k (8, n, 128), positions n integers; the same shapes come back. Dimensions i and i + 64
     (i < 64) of a vector are taken as a point (x1, x2) in a plane. For the token at position p it is turned
     about the origin by the angle p * THETA^(-i/64), in radians. Pair i = 0 turns by 1 radian per token, so it
-    is nearly back after 6 tokens and can only tell close neighbours apart; pair 32 turns by 0.001, and serves
-    for distant ones. Turning two points by the same angle leaves their dot product as it is: so if a query is
-    turned by a and a key by b, only a - b counts, and it is proportional to the tokens' distance.
+    is nearly back after 6 tokens and only tells near tokens apart; pair 32 turns by 0.001, and serves for far
+    ones. A dot product is a sum over the pairs, and turning both points of a pair alike changes nothing in it.
+    So if a query is turned by a and a key by b, only a - b counts, which is proportional to the distance.
     """
     half = D_HEAD // 2
     freqs = THETA ** (-xp.arange(half, dtype=xp.float32) / half)                # (64,) radians per token
@@ -129,7 +129,7 @@ def apply_rope(q, k, positions):
     def rotate(x):
         x1, x2 = x[..., :half], x[..., half:]                                   # each (heads, n, 64)
         turned = xp.concatenate([x1 * cos - x2 * sin, x1 * sin + x2 * cos], axis=-1)
-        return xp.asarray(turned, dtype=x.dtype)                                # cos has 32 bits
+        return xp.asarray(turned, dtype=x.dtype)                                # cos had made it 32 bits
 
     return rotate(q), rotate(k)
 
@@ -141,8 +141,8 @@ def attention(x, layer_idx, cache, positions):
     This is the only step in which tokens exchange anything. Three kinds of vectors are computed from each
     token's x: a query is what the token looks for, a key is what it can be found by, and a value is what it
     hands over. The better its query fits a token's key, the more it takes of that token's value. One vector
-    could not be all three: what a token looks for is not what it has to offer. A token has 16 queries, so it
-    looks for 16 things at once, each with a head of its own; two heads share one of its 8 keys and values.
+    could not be all three: what a token looks for is not what it has to offer. All this is done 16 times side
+    by side, in "heads": a token has 16 queries, but 8 keys and 8 values, each of which serves two heads.
     positions: the n tokens' places in the text. cache[layer_idx] holds the keys and values of earlier tokens.
     """
     name = f"model.layers.{layer_idx}.self_attn"
@@ -154,7 +154,7 @@ def attention(x, layer_idx, cache, positions):
         q = rms_norm(q, W[f"{name}.q_norm.weight"])             # keep the dot products small
         k = rms_norm(k, W[f"{name}.k_norm.weight"])
     q, k = apply_rope(q, k, positions)
-    k, v = extend_cache(cache, layer_idx, k, v)                 # (8, total, 128) each
+    k, v = extend_cache(cache, layer_idx, k, v)                 # (8, total, 128) each: old and new tokens
     out = attend(q, k, v)                                       # (16, n, 128)
     out = out.transpose(1, 0, 2).reshape(-1, N_HEADS * D_HEAD)  # (n, 2048): a token's 16 heads side by side
     return linear(out, f"{name}.o_proj.weight")                 # (n, 1024): mixes what the heads have found
@@ -163,7 +163,7 @@ def attention(x, layer_idx, cache, positions):
 def linear(x, name):
     """The matrix w of that name, (out, in), times each token's vector: x (n, in) -> (n, out).
 
-    This is the same as x @ w.T, but faster in NumPy, which in this order reads w just as it is stored.
+    This is the same as x @ w.T; with w first, as it is stored, NumPy is often a little faster.
     """
     return (W[name] @ x.T).T
 
@@ -259,7 +259,7 @@ def transformer_block(x, layer_idx, cache, positions):
 
 # ==== Step 8: all blocks and the output matrix make logits, sampling makes a token ==========================
 def forward(token_ids, cache, start_pos, last_only=False):
-    """For each of n new tokens, score how well every token of the vocabulary would follow it: (n, 151936).
+    """For each of n new tokens, score every token of the vocabulary as the one that comes next: (n, 151936).
 
     Such a score, which may be any number, is called a logit. start_pos: how many tokens the cache holds. The
     next token is chosen from the last row alone, (1, 151936) if last_only; training needs all rows.
@@ -270,28 +270,28 @@ def forward(token_ids, cache, start_pos, last_only=False):
         x = transformer_block(x, layer_idx, cache, positions)
     if last_only: x = x[-1:]                                    # (1, 1024)
     x = rms_norm(x, W["model.norm.weight"])                     # x has grown in every block
-    return linear(x, "lm_head.weight")                          # x's dot product with a row for each token
+    return linear(x, "lm_head.weight")                          # (n, 151936): x times the row of each token
 
 
 def nucleus(logits, temperature, top_p):
     """The probability of drawing each token: (151936,) -> (151936,). Holtzman et al. 2019.
 
     softmax(logits / temperature): a temperature below 1 makes likely tokens likelier, one above 1 evens them
-    out. Then the nucleus is kept, the fewest of the likeliest tokens that add up to top_p (and any as likely
-    as the last of them), and all others get 0: each is unlikely, but they are so many that one would be drawn
-    now and then, and spoil all that follows.
+    out. Then the nucleus is kept, the fewest of the likeliest tokens that together reach top_p (and any as
+    likely as the last of them), and all others get 0: each is unlikely, but they are so many that one would
+    be drawn now and then, and spoil all that follows.
     """
     probs = softmax(xp.asarray(logits, dtype=xp.float32) / temperature)
     if top_p < 1:
         falling = -xp.sort(-probs)                              # the largest first
         likelier = xp.cumsum(falling) - falling                 # the sum of all before it: 0 for the first
-        least = xp.min(xp.where(likelier < top_p, falling, falling[:1]))        # of those that are kept
+        least = xp.min(xp.where(likelier < top_p, falling, falling[:1]))        # the least that is kept
         probs = xp.where(probs >= least, probs, 0)
     return probs / xp.sum(probs)
 
 
 def sample(logits, temperature=0.0, top_p=0.95):
-    """Choose a token: logits (151936,) -> its id, which int() takes.
+    """Choose a token: logits (151936,) -> its id, a single integer of xp.
 
     Temperature 0 takes the likeliest token ("greedy"); such texts tend to repeat themselves. Above 0, draw a
     number up to 1, add up nucleus's probabilities, and take the first token at which the sum reaches it.
@@ -304,17 +304,17 @@ def sample(logits, temperature=0.0, top_p=0.95):
 
 
 # ==== Step 9: the generation loop, prefill and then decode ==================================================
-PIECE = 2048 if mx.default_device() == mx.gpu else 256          # the most tokens in one pass
+CHUNK = 2048 if mx.default_device() == mx.gpu else 256          # the most tokens in one pass
 
 
 def prefill(ids, cache, start_pos=0):
-    """Pass the ids through the model to fill the cache; returns the last token's logits, (1, 151936).
+    """Pass the ids through the model, which fills the cache; return the last token's logits, (1, 151936).
 
-    A long text goes in pieces, since attention's scores, one per head for each pair of tokens, would take
-    much memory. On a terminal tqdm shows a bar if this takes over a second.
+    A long text goes in chunks, since attention's scores, one per head for each pair of tokens, would take
+    much memory. On a terminal tqdm shows a bar if this takes over a second. NumPy ignores the mx lines.
     """
-    for i in tqdm(range(0, len(ids), PIECE), desc="prefill", delay=1, leave=False, disable=None):
-        logits = forward(ids[i:i + PIECE], cache, start_pos + i, last_only=True)
+    for i in tqdm(range(0, len(ids), CHUNK), desc="prefill", delay=1, leave=False, disable=None):
+        logits = forward(ids[i:i + CHUNK], cache, start_pos + i, last_only=True)
         mx.eval(logits)                                         # MLX computes only when it has to,
         mx.clear_cache()                                        # and keeps freed memory until it is told
     return logits
@@ -329,7 +329,7 @@ def next_tokens(ids, cache, start_pos=0, temperature=0.0, top_p=0.95):
     logits = prefill(ids, cache, start_pos)
     pos = start_pos + len(ids)                                  # the place of the next token
     while True:
-        check_finite(xp.isfinite(logits).all())                 # damaged weights show here
+        check_finite(xp.isfinite(logits).all())                 # raises if a damaged weight has spoilt them
         token = int(sample(logits[-1], temperature, top_p))     # choose
         if token in EOS_IDS: return                             # stop
         yield token                                             # hand out
@@ -338,8 +338,8 @@ def next_tokens(ids, cache, start_pos=0, temperature=0.0, top_p=0.95):
 
 
 def generate(prompt, max_tokens=100, temperature=0.0, top_p=0.95):
-    """The prompt and its continuation by up to max_tokens tokens, as one text. [None] * N_LAYERS is an empty
-    cache; text_pieces, below, is the opposite of encode. check_prompt and check_finite raise ValueErrors."""
+    """The prompt and its continuation by up to max_tokens tokens, as one text, for use from Python; complete,
+    near the end, prints the same as it comes. [None] * N_LAYERS is an empty cache. Errors are ValueErrors."""
     ids = check_prompt(encode(prompt), max_tokens)
     new = itertools.islice(next_tokens(ids, [None] * N_LAYERS, 0, temperature, top_p), max_tokens)
     return prompt + "".join(text_pieces(ids, new))
@@ -398,10 +398,10 @@ def fused_attend(q, k, v):
 def fused_extend_cache(cache, layer_idx, k, v):
     """extend_cache with free rows: an entry is (keys, values, length), where the arrays have room for more.
 
-    Writing into a free row costs the same for every token, while concatenating copies all earlier ones. But
-    two texts may go on from copies of one cache. keys[:] is a new variable for the same array: MLX writes in
-    place only if no other variable needs it. NumPy always does, so there a free row begins with NaN ("not a
-    number"): if it does not, it belongs to the other text.
+    Concatenating copies all earlier rows for each token, writing into a free row copies one. But two texts
+    may go on from copies of one cache, and neither may overwrite the other's rows. MLX writes into keys[:], a
+    second name for keys, in place only if nothing else needs the old numbers. NumPy always does: so there a
+    free row begins with NaN ("not a number"), and if the next row does not, all rows are copied first.
     """
     refuse(xp is np and not layer_idx and mx.array in map(type, W.values()), 'gradients need "explicit"')
     keys, values, length = cache[layer_idx] or (k[:, :0], v[:, :0], 0)
@@ -461,28 +461,28 @@ def fused_next_tokens(ids, cache, start_pos=0, temperature=0.0, top_p=0.95):
 
 
 def numpy_attend(q, k, v):
-    """attend, one key/value head after another, so that all can write their scores into the same memory.
+    """attend, one query head after another, so that all can write their scores into the same memory.
 
-    The rows of the two query heads that share it are stacked. There are more scores than numbers in q or in
-    the result: so q is scaled, and the result divided by the sums. Later tokens are among the last n columns.
+    There are more scores than numbers in q or in the result: so q is scaled, and the result divided by the
+    sums. Only the last n columns can belong to later tokens.
     """
-    n = q.shape[1]
-    q = q.reshape(N_KV, -1, D_HEAD) / np.float32(math.sqrt(D_HEAD))                             # (8, 2n, 128)
-    mask = np.tile(np.triu(np.full((n, n), -np.inf, dtype=np.float32), 1), (N_HEADS // N_KV, 1))    # (2n, n)
-    scores = np.empty((q.shape[1], k.shape[1]), dtype=np.float32)                               # (2n, total)
-    out = np.empty((*q.shape[:2], v.shape[2]), dtype=np.float32)                                # (8, 2n, 128)
-    for head in range(N_KV):
-        np.matmul(q[head], k[head].T, out=scores)
+    n, q = q.shape[1], q / np.float32(math.sqrt(D_HEAD))                        # (16, n, 128)
+    mask = np.triu(np.full((n, n), -np.inf, dtype=np.float32), 1)               # -inf for later tokens
+    scores = np.empty((n, k.shape[1]), dtype=np.float32)                        # (n, total)
+    out = np.empty((N_HEADS, n, v.shape[2]), dtype=np.float32)                  # (16, n, 128)
+    for head in range(N_HEADS):
+        keys, values = k[head * N_KV // N_HEADS], v[head * N_KV // N_HEADS]     # (total, 128) each
+        np.matmul(q[head], keys.T, out=scores)
         scores[:, -n:] += mask
         scores -= scores.max(axis=1, keepdims=True)                             # from here on it is softmax
         np.exp(scores, out=scores)
-        out[head] = scores @ v[head] / scores.sum(axis=1, keepdims=True)
-    return out.reshape(N_HEADS, n, -1)                                          # (16, n, 128)
+        out[head] = scores @ values / scores.sum(axis=1, keepdims=True)
+    return out
 
 
 KERNELS = {kind: {name.removeprefix(f"{kind}_"): function for name, function in globals().items()
                   if name.startswith(f"{kind}_")} for kind in ("explicit", "fused", "numpy")}
-FUNCTIONS_OF_THE_STEPS = {name: globals()[name] for name in KERNELS["fused"]}
+STEPS_OWN = {name: globals()[name] for name in KERNELS["fused"]}                # KERNELS: what replaces them
 
 
 def use_kernels(wanted):
@@ -497,7 +497,7 @@ def use_kernels(wanted):
     np.seterr(over="ignore", invalid="ignore")                  # as in MLX: silu's e^89 may be infinite
     arrays = {id(w): w if isinstance(w, tuple) else xp.asarray(w) for w in W.values()}
     W.update({name: arrays[id(w)] for name, w in W.items()})    # a tied head and the embedding stay one array
-    globals().update(FUNCTIONS_OF_THE_STEPS | KERNELS[kernels])
+    globals().update(STEPS_OWN | KERNELS[kernels])
 
 
 use_kernels("fused" if mx.default_device() == mx.gpu else "numpy")
@@ -511,7 +511,7 @@ def text_pieces(prompt_ids, new_ids):
     is U+FFFD, the sign for damaged text: what ends in it is held back. A token's text may depend on the one
     before it: so the last tokens handed out are decoded alone and with the new ones; the difference is new.
     """
-    ids, begin, shown = list(prompt_ids), 0, len(prompt_ids)    # the text of ids[:shown] has been handed out
+    ids, begin, shown = list(prompt_ids), 0, len(prompt_ids)    # ids[:shown] are handed out
     for token in new_ids:
         ids.append(token)
         piece = tok.decode(ids[begin:])[len(tok.decode(ids[begin:shown])):]
@@ -544,8 +544,8 @@ def typed_lines():
 def chat(questions, system=None, think=False, max_tokens=1000, temperature=0.0, top_p=0.95):
     """Print an answer to each of the questions, as turns of one conversation. False if one was refused.
 
-    Thoughts are not kept, as in Qwen3's own template: an answer is made with a copy of the cache, and without
-    its thought passed through the model with the next question. At a terminal Ctrl-C stops an answer.
+    Thoughts are not kept, as in Qwen3's own template: an answer is made with a copy of the cache, and only
+    its text after the thought goes into the next question's pass. At a terminal Ctrl-C stops an answer.
     """
     refuse(tok.token_to_id("<|im_end|>") not in EOS_IDS, "--chat needs a model that ends turns in <|im_end|>")
     thought = "" if think or tok.token_to_id("<think>") is None else "<think>\n\n</think>\n\n"
@@ -618,13 +618,13 @@ def trace(prompt):
 
 
 # ==== Looking inside: the nine steps on your own prompt, with --explain =====================================
-# What a call costs, from its arguments and its result: multiply-adds, and bytes that it reads
+# What a call costs: multiply-adds in products of matrices (the others are few), and bytes that it reads
 COSTS = {"embed": lambda token_ids, x: (0, x.nbytes), "rms_norm": lambda x, w, normed: (0, w.nbytes),
          "linear": lambda x, name, out: (len(x) * W[name].size, W[name].nbytes),
          "attend": lambda q, k, v, out: (2 * q.size * k.shape[1], k.nbytes + v.nbytes)}
 PLAIN, BOLD, DIM = ("\033[0m", "\033[1m", "\033[2m") if sys.stdout.isatty() else ("", "", "")
 STEPS = ("2 embed", "3 rms_norm", "4 apply_rope", "5 attention", "6 ffn", "7 transformer_block", "8 linear",
-         "8 forward", "8 sample", "5 attend")
+         "8 forward", "8 sample", "5 attend")                  # the last serves only for the cache's share
 
 
 def spell(token_id):
@@ -685,7 +685,7 @@ def show_layers(ids, seen):
     lens = softmax(xp.asarray(linear(x, "lm_head.weight"), dtype=xp.float32))           # (28, 151936)
     rows = [" " * 9 + "|".ljust(width) * column + spell(ids[i]) for column, i in enumerate(columns)]
     for layer, (_, (q, k, _), _) in enumerate(seen["attend"]):
-        # If token i's value is 1 in place i and 0 elsewhere, the weighted mean is the weights: (16, n)
+        # If the values are the rows of the identity matrix, their weighted means are the shares: (16, n)
         shares = attend(q[:, -1:], k, xp.stack([xp.eye(n, dtype=q.dtype)] * N_KV))[:, 0]
         largest, head = xp.max(shares, axis=0).tolist(), int(xp.argmax(xp.max(shares, axis=-1)))
         strip = "".join(shades[round(9 * largest[i])] * width for i in columns)
@@ -705,9 +705,9 @@ def explain(prompt):
     refuse(n > 256 or packed, f"--explain needs unpacked weights and up to 256 tokens: here are {n}")
     calls = watch(lambda: sample(prefill(xp.asarray(ids), cache)[-1]))
     seen = {name: [call for call in calls if call[0][-1] == name] for name in WATCHED}
-    check_finite(xp.isfinite(seen["sample"][0][1][0]).all())
-    logits, passes, start = [seen["sample"][0][1][0]], [], time.perf_counter()
-    longer = [*ids, int(sample(logits[0]))]
+    logits, passes = [seen["sample"][0][1][0]], []              # the first argument of sample's only call
+    check_finite(xp.isfinite(logits[0]).all())
+    longer, start = [*ids, int(sample(logits[0]))], time.perf_counter()
     for pos in range(n, n + 8):
         passes.append(watch(lambda: logits.append(forward(longer[-1:], cache, pos)[-1])))
         longer.append(int(sample(logits[-1])))
@@ -736,14 +736,14 @@ FLOATS = (mx.bfloat16, mx.float16, mx.float32)                  # the types that
 CONSTANTS = {"N_LAYERS": "num_hidden_layers", "D_MODEL": "hidden_size", "D_FF": "intermediate_size",
              "N_HEADS": "num_attention_heads", "N_KV": "num_key_value_heads", "D_HEAD": "head_dim",
              "VOCAB": "vocab_size", "MAX_POSITIONS": "max_position_embeddings", "EPS": "rms_norm_eps",
-             "THETA": "rope_theta"}                             # each with its field in config.json
+             "THETA": "rope_theta"}                             # the fields of those at the top and of two more
 # Fields that may ask for other steps than these nine, each with the values that do not
 SUPPORTED = dict.fromkeys(("attention_bias", "mlp_bias", "use_sliding_window", "num_experts",
                            "num_local_experts", "rope_interleaved", "rope_traditional"), [False])   # or 0
 SUPPORTED |= {"model_type": ["qwen3", "llama"], "hidden_act": ["silu"], "layer_types": ["full_attention"],
               "is_causal": [True], "partial_rotary_factor": [1], "tie_word_embeddings": [True, False],
               "rope_type": ["default", "linear"], "type": ["default", "linear"], "factor": [1],
-              "quant_method": [None], "mode": ["affine"]}
+              "full_attention": [None], "quant_method": [None], "mode": ["affine"]}
 
 
 def load_model(folder, dtype=None, quantize=None):
@@ -760,7 +760,7 @@ def load_model(folder, dtype=None, quantize=None):
     config, constants = read_config(folder)
     constants["tok"] = read_tokenizer(folder / "tokenizer.json", constants["VOCAB"])
     stored, weights = {}, {}
-    for path in model_files(folder)[2:]:
+    for path in model_files(folder)[2:]:                        # those of the weights
         with naming(path):
             for name, w in mx.load(str(path), format="safetensors").items():    # lazy: it reads a header
                 refuse(name in stored, f"{name} is in another file, too")
@@ -783,11 +783,11 @@ def load_model(folder, dtype=None, quantize=None):
 
 @contextlib.contextmanager
 def naming(thing):
-    """Put a file's or tensor's name before what an error in the block says. An OSError has its file's."""
+    """Put a file's or tensor's name before what an error in the block says. An OSError already has it."""
     try:
         yield
     except Exception as error:                                  # tokenizers raises no narrower class
-        raise error if isinstance(error, OSError) else ValueError(f"{thing}: {error}") from None
+        raise error if isinstance(error, OSError) else ValueError(one_line(f"{thing}: {error}")) from None
 
 
 def read_json(path):
@@ -809,14 +809,15 @@ def read_config(folder):
     config = {"model_type": "missing", "rope_theta": 10000} | read_json(folder / "config.json")
     c, advice = {}, read_generation_config(folder)
     with naming(folder / "config.json"):
-        for field in ("rope_parameters", "rope_scaling", "quantization", "quantization_config"):
+        rope = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
+        for field in (rope, "quantization_config"):
             refuse(not isinstance(config.get(field, {}), dict), f"{field} is {json.dumps(config.get(field))}")
             config |= config.get(field, {})                     # so their fields are checked with the others
         for field, supported in SUPPORTED.items():
             value = config.get(field, supported[0])
-            values = set(value) if field == "layer_types" and isinstance(value, list) else [value]
+            values = value if field == "layer_types" and isinstance(value, list) else [value]
             refuse(any(v not in supported for v in values), f"{field} is {json.dumps(value)}: not supported")
-        config.setdefault("num_key_value_heads", config.get("num_attention_heads"))     # the usual
+        config.setdefault("num_key_value_heads", config.get("num_attention_heads"))
         qwen3 = config["model_type"] == "qwen3"
         for name, field in CONSTANTS.items():
             if name == "D_HEAD": config.setdefault(field, 128 if qwen3 else c["D_MODEL"] // c["N_HEADS"])
@@ -871,13 +872,14 @@ def take(stored, name, shape, dtype, bits, stay_packed):
     bits: round a matrix to so many, or None. stay_packed: whether packed matrices are left packed."""
     w, scales, biases = (stored.pop(name[:-6] + part, None) for part in ("weight", "scales", "biases"))
     refuse(w is None, f"it is missing; there is {min(stored, default='nothing')}")
-    refuse(bits and scales is not None, "it is quantised already")
-    if scales is None and biases is None:
-        refuse(w.dtype not in FLOATS, f"its type {w.dtype} is not supported")
+    packed = scales is not None or biases is not None
+    if not packed:
+        refuse(not {w.dtype, dtype or w.dtype} <= {*FLOATS}, f"its type {w.dtype}, or {dtype}, is unknown")
         refuse(w.shape != shape, f"its shape is {w.shape}, config.json asks for {shape}")
         if bits is None or w.ndim == 1: return w.astype(dtype or w.dtype)
         w, scales, biases = mx.quantize(w, group_size=64, bits=bits)
-    refuse(any(x is None or x.dtype not in FLOATS for x in (scales, biases)), "it is not in affine form")
+    affine = all(x is not None and x.dtype in FLOATS and x.shape == scales.shape for x in (scales, biases))
+    refuse(not affine or packed and bits, "it is packed already" if affine else "not in MLX's affine form")
     options, dtype = packing(w, shape[-1], scales, biases), dtype or scales.dtype
     unpacked = mx.dequantize(w, scales.astype(mx.float32), biases.astype(mx.float32), **options)
     refuse(unpacked.shape != shape, f"unpacked, its shape is {unpacked.shape}, config.json asks for {shape}")
@@ -894,7 +896,7 @@ FILES = {"generation_config.json": None,                        # each with its 
 
 def find_model(wanted=None):
     """The folder of wanted, a folder or OWNER/NAME on the Hub, or of Qwen3-0.6B. ValueError if there is none.
-    A complete copy in the Hub's cache serves as it is. If a download fails, the library's errors come."""
+    Qwen3-0.6B is sought in its own folder, the Hub's cache and the Hub; else tests/tiny-qwen3 serves."""
     folder = Path(wanted) if wanted else Path(__file__).resolve().parent / "Qwen3-0.6B"
     if folder.exists() if wanted else all(path.exists() for path in model_files(folder)): return folder
     refuse(wanted and not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", wanted),
@@ -911,12 +913,11 @@ def find_model(wanted=None):
         print(f"The Hugging Face Hub can't be reached ({one_line(error)}): tests/tiny-qwen3 runs instead.\n"
               f"To get Qwen3-0.6B by hand, put {', '.join(FILES)} of {REPO} into {folder}", file=sys.stderr)
         return folder.parent / "tests/tiny-qwen3"
-    path = folder / "config.json"                               # not to be found, if the Hub has none
-    for name in [file.rfilename for file in info.siblings]:
+    for name in {"config.json", *(file.rfilename for file in info.siblings)}:
         if name in FILES or re.fullmatch(r"model.*\.safetensors(\.index\.json)?", name):
             path = Path(hf_hub_download(repo, name, revision=revision, local_dir=place, token=token))
             if place and FILES.get(name) not in (None, hashlib.sha256(path.read_bytes()).hexdigest()):
-                path.unlink()                                   # in plain HTTP the library checks sizes only
+                path.unlink()                                   # the library itself checks sizes only
                 raise ValueError(f"{name} came with a wrong SHA-256, and is thrown away")
     return path.parent
 
@@ -925,7 +926,7 @@ def ask_hub(repo, **options):
     """What the Hub says of a model, and for which token: none (False), or if need be the user's (None)."""
     from huggingface_hub import HfApi
     try:
-        info = HfApi().model_info(repo, **options, token=False)                 # a stale one would be refused
+        info = HfApi().model_info(repo, **options, token=False)                 # the Hub refuses a stale one
         return info, None if info.gated else False
     except OSError as error:                                    # those of HTTP have a response
         if getattr(getattr(error, "response", None), "status_code", 0) not in (401, 403): raise
@@ -974,8 +975,8 @@ def complete(folder, prompt, max_tokens, temperature, top_p):
           f"{kernels}: faster {' and '.join(replaced.rsplit(', ', 1)) or 'nothing'})")
     print(f"Prompt: {prompt}\n{'-' * 60}", flush=True)
     new = itertools.islice(next_tokens(ids, [None] * N_LAYERS, 0, temperature, top_p), max_tokens)
-    times = [time.perf_counter()]                               # of the start, and when each piece came
-    for piece in text_pieces(ids, new):                         # one for each token, and one at the end
+    times = [time.perf_counter()]                               # of the start, each token, and the end
+    for piece in text_pieces(ids, new):
         print(piece if times[1:] else f"Output: {prompt}{piece}", end="", flush=True)
         times.append(time.perf_counter())
     m, n, prefilled, decoded = len(ids), max(0, len(times) - 3), times[1] - times[0], times[-1] - times[1]
@@ -999,7 +1000,7 @@ def main():
     advice = advice if args.chat and advice.get("do_sample") is True else {"temperature": 0.0, "top_p": 0.95}
     temperature = advice["temperature"] if args.temperature is None else args.temperature
     if temperature == 0 and (args.seed is not None or args.top_p is not None):
-        print("--seed and --top-p have no effect without --temperature", file=sys.stderr)
+        print("--seed and --top-p have no effect at temperature 0", file=sys.stderr)
     top_p, most = args.top_p or advice["top_p"], args.max_tokens or (MAX_POSITIONS // 4 if args.chat else 100)
     with naming(f"generation_config.json: temperature {temperature!r}, top_p {top_p!r}"):
         refuse(not 0 <= temperature < math.inf or not 0 < top_p <= 1, "these are out of range")
@@ -1012,9 +1013,8 @@ def main():
 if __name__ == "__main__":
     try:
         main()
-    except KeyboardInterrupt:
-        sys.exit(130)
+    except KeyboardInterrupt: sys.exit(130)
     except Exception as error:
         if type(error) is not BrokenPipeError: print(f"llm_inference.py: {one_line(error)}", file=sys.stderr)
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)            # so a full or closed stdout is left alone
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)            # so Python's last flush can't fail
         sys.exit(1)

@@ -132,7 +132,7 @@ MUTATIONS = {
     "numbers drawn from one half of their range only": ("sample", "random.random()", "random.random() / 2"),
     "greedy takes the least likely token": ("sample", "xp.argmax(logits)", "xp.argmin(logits)"),
     "prefill's second piece at position 0": ("prefill", "start_pos + i", "start_pos"),
-    "a token lost between two pieces": ("prefill", "ids[i:i + PIECE]", "ids[i:i + PIECE - 1]"),
+    "a token lost between two pieces": ("prefill", "ids[i:i + CHUNK]", "ids[i:i + CHUNK - 1]"),
     "decode passes the wrong position": ("next_tokens", "cache, pos)", "cache, pos + 1)"),
     "decode never goes on to the next position": ("next_tokens", "pos += 1", "pos += 0"),
     "each token chosen from the prompt's logits": ("next_tokens", "logits = forward(", "forward("),
@@ -262,7 +262,7 @@ def generate_equals_recomputation(folders):
     """
     load(folders["narrow"])
     ids, seen, said, sample = llm.encode("Hello, world! " * 19)[:261], [], [], llm.sample
-    prompt, piece, llm.EOS_IDS, llm.PIECE = llm.tok.decode(ids), llm.PIECE, {0}, 256
+    prompt, piece, llm.EOS_IDS, llm.CHUNK = llm.tok.decode(ids), llm.CHUNK, {0}, 256
 
     def choose(logits, *rest):
         token = sample(logits, *rest)
@@ -276,7 +276,7 @@ def generate_equals_recomputation(folders):
     try:
         made = llm.generate(prompt, 4)
     finally:
-        llm.sample, llm.PIECE = sample, piece
+        llm.sample, llm.CHUNK = sample, piece
     wanted = mx.array(llm.forward(ids + said[:2], fresh(), 0)[-3:])
     return (len(seen) == 3 and all(close(found[None], row) for found, row in zip(seen, mx.split(wanted, 3)))
             and made == llm.tok.decode(ids + mx.argmax(wanted[:2], axis=-1).tolist()))

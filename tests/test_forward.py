@@ -334,7 +334,7 @@ def test_a_decoded_token_copies_neither_cache_nor_heads(tiny, kind):
 def test_a_long_prefill_needs_the_memory_of_its_last_piece(load, monkeypatch, kind):
     """As much as the pass over that piece needs on the cache of all others, and far less than one pass over all."""
     load("one_kv_head")
-    monkeypatch.setattr(llm, "PIECE", 32)
+    monkeypatch.setattr(llm, "CHUNK", 32)
     llm.use_kernels(kind)
     ids, cache, forward, passes = [(7 * i) % 250 for i in range(512)], fresh(), llm.forward, []
 

@@ -63,12 +63,12 @@ def test_numpy_means_the_explicit_functions_where_weights_have_16_bits(folder_of
 
 def test_on_a_gpu_the_fused_set_and_large_pieces_are_the_default(monkeypatch):
     """The file as it is imported where MLX says that it computes on a GPU, and where it does not."""
-    assert llm.PIECE == 256
+    assert llm.CHUNK == 256
     monkeypatch.setattr(mx, "default_device", lambda: mx.gpu)
     spec = importlib.util.spec_from_file_location("on_a_gpu", llm.__file__)
     on_a_gpu = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(on_a_gpu)
-    assert (on_a_gpu.kernels, on_a_gpu.PIECE, on_a_gpu.xp) == ("fused", 2048, mx)
+    assert (on_a_gpu.kernels, on_a_gpu.CHUNK, on_a_gpu.xp) == ("fused", 2048, mx)
 
 
 # ---- in whose arrays ----------------------------------------------------------------------------------------
@@ -227,7 +227,7 @@ def test_a_fused_decode_pass_has_19_kernels_a_layer_and_those_of_silu(load, tmp_
 def test_memory_that_mlx_keeps_is_given_back_after_each_piece_and_every_256_tokens(tiny, monkeypatch):
     calls, passes = [], []
     monkeypatch.setattr(mx, "clear_cache", lambda: calls.append(len(passes)))
-    monkeypatch.setattr(llm, "PIECE", 16)
+    monkeypatch.setattr(llm, "CHUNK", 16)
     row = mx.zeros((1, llm.VOCAB))
 
     def forward(token_ids, *rest, **options):

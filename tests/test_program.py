@@ -443,7 +443,7 @@ def test_on_a_terminal_the_bar_leaves_nothing_behind_and_letters_that_it_lacks_a
     Prefill goes in pieces of two tokens here, by a clock that moves a second with every look at it.
     """
     pty, fcntl, termios = map(pytest.importorskip, ("pty", "fcntl", "termios"))
-    code = ("import itertools, sys, tqdm.std, llm_inference as llm\nllm.PIECE = 2\n"
+    code = ("import itertools, sys, tqdm.std, llm_inference as llm\nllm.CHUNK = 2\n"
             "tqdm.std.time = map(float, itertools.count()).__next__\nllm.main()")
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("4H", 24, 80, 0, 0))       # rows and columns
