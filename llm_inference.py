@@ -118,7 +118,7 @@ def apply_rope(q, k, positions):
     (i < 64) of a vector are taken as a point (x1, x2) in a plane. For the token at position p it is turned
     about the origin by the angle p * THETA^(-i/64), in radians. Pair i = 0 turns by 1 radian per token, so it
     is nearly back after 6 tokens and only tells near tokens apart; pair 32 turns by 0.001, and serves for far
-    ones. A dot product is a sum over the pairs, and turning both points of a pair alike changes nothing in it.
+    ones. A dot product is a sum over the pairs, and turning both points of a pair alike does not change it.
     So if a query is turned by a and a key by b, only a - b counts, which is proportional to the distance.
     """
     half = D_HEAD // 2
@@ -736,7 +736,7 @@ FLOATS = (mx.bfloat16, mx.float16, mx.float32)                  # the types that
 CONSTANTS = {"N_LAYERS": "num_hidden_layers", "D_MODEL": "hidden_size", "D_FF": "intermediate_size",
              "N_HEADS": "num_attention_heads", "N_KV": "num_key_value_heads", "D_HEAD": "head_dim",
              "VOCAB": "vocab_size", "MAX_POSITIONS": "max_position_embeddings", "EPS": "rms_norm_eps",
-             "THETA": "rope_theta"}                             # the fields of those at the top and of two more
+             "THETA": "rope_theta"}                             # those at the top, and two more
 # Fields that may ask for other steps than these nine, each with the values that do not
 SUPPORTED = dict.fromkeys(("attention_bias", "mlp_bias", "use_sliding_window", "num_experts",
                            "num_local_experts", "rope_interleaved", "rope_traditional"), [False])   # or 0
@@ -913,7 +913,7 @@ def find_model(wanted=None):
         print(f"The Hugging Face Hub can't be reached ({one_line(error)}): tests/tiny-qwen3 runs instead.\n"
               f"To get Qwen3-0.6B by hand, put {', '.join(FILES)} of {REPO} into {folder}", file=sys.stderr)
         return folder.parent / "tests/tiny-qwen3"
-    for name in {"config.json", *(file.rfilename for file in info.siblings)}:
+    for name in sorted({"config.json", *(file.rfilename for file in info.siblings)}):
         if name in FILES or re.fullmatch(r"model.*\.safetensors(\.index\.json)?", name):
             path = Path(hf_hub_download(repo, name, revision=revision, local_dir=place, token=token))
             if place and FILES.get(name) not in (None, hashlib.sha256(path.read_bytes()).hexdigest()):

@@ -161,10 +161,8 @@ MUTATIONS = {
     "fused: two texts write into one cache": ("fused_extend_cache", "keys, values = keys[:], values[:]", "pass"),
     # ---- numpy
     "numpy: heads tiled instead of grouped": (
-        "numpy_attend", "q.reshape(N_KV, -1, D_HEAD)",
-        "q.reshape(-1, N_KV, n, D_HEAD).swapaxes(0, 1).reshape(N_KV, -1, D_HEAD)",
-        "out.reshape(N_HEADS, n, -1)", "out.reshape(N_KV, -1, n, D_HEAD).swapaxes(0, 1).reshape(N_HEADS, n, -1)"),
-    "numpy: all query heads use the first head's values": ("numpy_attend", "v[head]", "v[0]"),
+        "numpy_attend", "k[head * N_KV // N_HEADS], v[head * N_KV // N_HEADS]", "k[head % N_KV], v[head % N_KV]"),
+    "numpy: all query heads use the first head's values": ("numpy_attend", "v[head * N_KV // N_HEADS]", "v[0]"),
     "numpy: mask on the first columns instead of the last": (
         "numpy_attend", "scores[:, -n:] += mask", "scores[:, :n] += mask"),
     "numpy: mask off by one: the next token is seen": (

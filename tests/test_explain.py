@@ -252,8 +252,8 @@ def test_the_shades_stand_under_the_right_tokens(load, explained, monkeypatch, n
             seen.add(shade)
         assert line[9 + width * len(columns)] == " "
     assert len(seen) > 3 or n == 2
-    said = next(s for s in sections if s[0].startswith("Steps 5 and 7"))[1]
-    assert ("first 4 and the last 20" in said) == (n > 24)
+    heading = next(s for s in sections if s[0].startswith("Steps 5 and 7"))[2]
+    assert ("first 4 and last 20" in heading) == (n > 24)
 
 
 def test_the_lens_is_the_reference_s_and_ends_at_the_answer(tiny, explained):

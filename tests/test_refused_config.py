@@ -161,7 +161,7 @@ def test_a_broken_index_is_named(load, folder_of, tmp_path):
         index.write_bytes(content)
         assert refused(folder, index.name).count(index.name) == 1, content[:20]
     for weight_map in (OMIT, None, [], 3, "x"):
-        assert refused(configure(folder, index.name, weight_map=weight_map), index.name, "weight_map"), weight_map
+        assert refused(configure(folder, index.name, weight_map=weight_map), index.name), weight_map
     assert refused(configure(folder, index.name, weight_map={}), "model.embed_tokens.weight")
 
 
