@@ -19,9 +19,9 @@ how well would it come next? One is chosen and added to the text, and then all a
         +-------------------------------------------+   +------------------------------+
 
 First comes the model, in nine steps, each formula as it is written on paper. On a CPU these lines are what
-runs: if you change one, the text changes; only extend_cache and attend, in Step 5, are replaced by faster
-functions. On a GPU seven are; with --kernels explicit none is. After the steps come what is refused, these
-faster functions, text that appears while it is made, a chat, two ways to look inside, loading, the command
+runs: if you change one, the text changes; only extend_cache and attend with its softmax, in Step 5, have
+faster versions. On a GPU seven do; with --kernels explicit none does. After the steps come what is refused,
+these versions, text that appears while it is made, a chat, two ways to look inside, loading, the command
 line. Python looks a function up when it is called, so a step may use one that stands further below. Llamas
 run, too, if their RoPE is that of Step 4: they are Qwen3s without two of the norms (Step 5).
 
@@ -64,7 +64,7 @@ THETA = 1000000                 # the base of RoPE's angles (Step 4)
 
 # W holds model.embed_tokens.weight (151936, 1024), a row per token and some to spare, model.norm.weight
 # (1024,), lm_head.weight, in Qwen3-0.6B the embedding again, and for each block, "model.layers.0." to
-# "model.layers.27.", the tensors below. Matrices are (out, in); 2048 is 16 heads x 128, and 1024 is 8 x 128.
+# "model.layers.27.", the tensors below. Matrices are (out, in); q's out is 16 x 128, k's and v's 8 x 128.
 #     input_layernorm.weight   (1024,)         post_attention_layernorm.weight (1024,)       Step 3
 #     self_attn.q_proj.weight  (2048, 1024)    self_attn.q_norm.weight         (128,)        Step 5
 #     self_attn.k_proj.weight  (1024, 1024)    self_attn.k_norm.weight         (128,)
@@ -118,7 +118,7 @@ def apply_rope(q, k, positions):
     (i < 64) of a vector are taken as a point (x1, x2) in a plane. For the token at position p it is turned
     about the origin by the angle p * THETA^(-i/64), in radians. Pair i = 0 turns by 1 radian per token, so it
     is nearly back after 6 tokens and only tells near tokens apart; pair 32 turns by 0.001, and serves for far
-    ones. A dot product is a sum over the pairs, and turning both points of a pair alike does not change it.
+    ones. A dot product sums over the pairs, and turning query and key by the same angle does not change it.
     So if a query is turned by a and a key by b, only a - b counts, which is proportional to the distance.
     """
     half = D_HEAD // 2
@@ -284,8 +284,8 @@ def nucleus(logits, temperature, top_p):
     probs = softmax(xp.asarray(logits, dtype=xp.float32) / temperature)
     if top_p < 1:
         falling = -xp.sort(-probs)                              # the largest first
-        likelier = xp.cumsum(falling) - falling                 # the sum of all before it: 0 for the first
-        least = xp.min(xp.where(likelier < top_p, falling, falling[:1]))        # the least that is kept
+        before = xp.cumsum(falling) - falling                   # the sum of the likelier: 0 for the first
+        least = xp.min(xp.where(before < top_p, falling, falling[:1]))          # the rest can't be the least
         probs = xp.where(probs >= least, probs, 0)
     return probs / xp.sum(probs)
 
@@ -311,7 +311,7 @@ def prefill(ids, cache, start_pos=0):
     """Pass the ids through the model, which fills the cache; return the last token's logits, (1, 151936).
 
     A long text goes in chunks, since attention's scores, one per head for each pair of tokens, would take
-    much memory. On a terminal tqdm shows a bar if this takes over a second. NumPy ignores the mx lines.
+    much memory. On a terminal tqdm shows a bar if this takes over a second. NumPy needs neither mx line.
     """
     for i in tqdm(range(0, len(ids), CHUNK), desc="prefill", delay=1, leave=False, disable=None):
         logits = forward(ids[i:i + CHUNK], cache, start_pos + i, last_only=True)
@@ -385,7 +385,7 @@ def fused_rms_norm(x, w):
 
 def fused_apply_rope(q, k, positions):
     """apply_rope as two kernels, for consecutive positions. x[None]: MLX wants a batch axis in front."""
-    options = {"traditional": False, "base": THETA, "scale": 1.0, "offset": positions[:1]}
+    options = {"traditional": False, "base": THETA, "scale": 1.0, "offset": positions[:1]}  # False: i, i + 64
     return tuple(mx.fast.rope(x[None], D_HEAD, **options).squeeze(0) for x in (q, k))
 
 
@@ -399,9 +399,9 @@ def fused_extend_cache(cache, layer_idx, k, v):
     """extend_cache with free rows: an entry is (keys, values, length), where the arrays have room for more.
 
     Concatenating copies all earlier rows for each token, writing into a free row copies one. But two texts
-    may go on from copies of one cache, and neither may overwrite the other's rows. MLX writes into keys[:], a
-    second name for keys, in place only if nothing else needs the old numbers. NumPy always does: so there a
-    free row begins with NaN ("not a number"), and if the next row does not, all rows are copied first.
+    may go on from copies of one cache, and neither may overwrite the other's rows. keys[:] is a new array on
+    the same memory; when MLX writes into it, it copies what is still needed. NumPy does not: so there a free
+    row begins with NaN ("not a number"); if the next does not, all are copied. mx.grad puts MLX arrays in W.
     """
     refuse(xp is np and not layer_idx and mx.array in map(type, W.values()), 'gradients need "explicit"')
     keys, values, length = cache[layer_idx] or (k[:, :0], v[:, :0], 0)
@@ -463,8 +463,8 @@ def fused_next_tokens(ids, cache, start_pos=0, temperature=0.0, top_p=0.95):
 def numpy_attend(q, k, v):
     """attend, one query head after another, so that all can write their scores into the same memory.
 
-    There are more scores than numbers in q or in the result: so q is scaled, and the result divided by the
-    sums. Only the last n columns can belong to later tokens.
+    In a long text there are more scores than numbers in q or the result: so q is scaled, and the result
+    divided by the sums. Only the last n columns can belong to later tokens.
     """
     n, q = q.shape[1], q / np.float32(math.sqrt(D_HEAD))                        # (16, n, 128)
     mask = np.triu(np.full((n, n), -np.inf, dtype=np.float32), 1)               # -inf for later tokens
@@ -482,7 +482,7 @@ def numpy_attend(q, k, v):
 
 KERNELS = {kind: {name.removeprefix(f"{kind}_"): function for name, function in globals().items()
                   if name.startswith(f"{kind}_")} for kind in ("explicit", "fused", "numpy")}
-STEPS_OWN = {name: globals()[name] for name in KERNELS["fused"]}                # KERNELS: what replaces them
+STEPS_OWN = {name: globals()[name] for name in KERNELS["fused"]}  # KERNELS["fused"]["attend"]: fused_attend
 
 
 def use_kernels(wanted):
@@ -511,11 +511,11 @@ def text_pieces(prompt_ids, new_ids):
     is U+FFFD, the sign for damaged text: what ends in it is held back. A token's text may depend on the one
     before it: so the last tokens handed out are decoded alone and with the new ones; the difference is new.
     """
-    ids, begin, shown = list(prompt_ids), 0, len(prompt_ids)    # ids[:shown] are handed out
+    ids, begin, shown = list(prompt_ids), 0, len(prompt_ids)    # ids[:shown] is out, ids[begin:shown] last
     for token in new_ids:
         ids.append(token)
         piece = tok.decode(ids[begin:])[len(tok.decode(ids[begin:shown])):]
-        if is_whole := piece != "" and not piece.endswith("\ufffd"): begin, shown = shown, len(ids)
+        if is_whole := (piece != "" and not piece.endswith("\ufffd")): begin, shown = shown, len(ids)
         yield piece if is_whole else ""
     yield tok.decode(ids[begin:])[len(tok.decode(ids[begin:shown])):]
 
@@ -597,7 +597,7 @@ def watch(run):
         return call[-1]
 
     with mock.patch.dict(globals(), {name: functools.partial(watched, name) for name in WATCHED}): run()
-    return calls
+    return calls                                                # patch.dict has put the old functions back
 
 
 def shapes_of(values):
@@ -651,7 +651,7 @@ def show_costs(seen, calls, n, speed):
     (adds, read), (cache_adds, cache_read) = steps["8 forward"], steps.pop("5 attend")
     steps["8 linear"] = costs[-1][1]                            # that of the output matrix, the last call
     show("Steps 2 to 8: the shapes of the prompt's pass; each step's share of the work for the next token",
-         "Look at how little norm, RoPE and embedding cost: nearly all is products with matrices.",
+         "Look at which matrices cost most; the arithmetic of norm and RoPE is little, and not counted.",
          f"{'step':19} {'shapes in':29} {'shapes out':28} {'mul-adds':>8} {'bytes':>8}",
          *[f"{step:19} {shapes_of(args[:2]):29} {shapes_of(result):28} {a / adds:8.2%} {b / read:8.2%}"
            for step, (a, b) in steps.items() for _, args, result in seen[step[2:]][-1:]])
@@ -664,7 +664,7 @@ def show_costs(seen, calls, n, speed):
 
 
 def show_rope(q, k, n):
-    """Print how far RoPE turns, and one query (from q) times one key (from k), put at every position."""
+    """Print how far RoPE turns, and a query (of q) times a key (of k), the key put at each position."""
     half, far = D_HEAD // 2, n + 101
     turn = [math.degrees(THETA ** (-pair / half)) for pair in (0, half // 2, half - 1)]
     q, k = (xp.repeat(xp.asarray(x[:1, -1:], dtype=xp.float32), far, axis=1) for x in (q, k))
@@ -692,7 +692,7 @@ def show_layers(ids, seen):
         best = int(xp.argmax(lens[layer]))
         rows.append(f"layer {layer:2} {strip} {head:5}  {bar(lens[layer, best].item(), 12)} {spell(best)}")
     show("Steps 5 and 7: in each layer, where the last token looks, and the answer if the model ended there",
-         "Look at which token is dark where the answer appears; idle heads look at the first token.",
+         "Dark: some head takes much from it; head: which takes most. Idle heads look at the first token.",
          f"{'':9}{'looks at' if n <= 24 else 'first 4 and last 20':{width * len(columns)}} "
          f"{'head':>5}  {'probability of':19} next token", *rows)
 
@@ -718,7 +718,7 @@ def explain(prompt):
     show_rope(*seen["apply_rope"][-1][1][:2], n)
     show_layers(ids, seen)
     probs, kept = nucleus(logits[0], 1, 1), nucleus(logits[0], 0.7, 0.95)
-    show(f"Step 8: the likeliest next tokens; at temperature 0.7 top-p 0.95 keeps {int(xp.sum(kept > 0))}",
+    show(f"Step 8: the likeliest next tokens; at temperature 0.7, top-p 0.95 keeps {int(xp.sum(kept > 0))}",
          "Look at how temperature and top-p sharpen the choice.",
          f"{'id':>8} {'probability':23} {'at 0.7 and 0.95':23} token",
          *[f"{i:8} {bar(probs[i].item())} {bar(kept[i].item())} {spell(i)}"
@@ -743,7 +743,7 @@ SUPPORTED = dict.fromkeys(("attention_bias", "mlp_bias", "use_sliding_window", "
 SUPPORTED |= {"model_type": ["qwen3", "llama"], "hidden_act": ["silu"], "layer_types": ["full_attention"],
               "is_causal": [True], "partial_rotary_factor": [1], "tie_word_embeddings": [True, False],
               "rope_type": ["default", "linear"], "type": ["default", "linear"], "factor": [1],
-              "full_attention": [None], "quant_method": [None], "mode": ["affine"]}
+              "full_attention": [None], "quant_method": [None], "mode": ["affine"]}  # None: absent
 
 
 def load_model(folder, dtype=None, quantize=None):
@@ -752,7 +752,7 @@ def load_model(folder, dtype=None, quantize=None):
     To load is to check that config.json and the weights ask for these nine steps and no others, and to bring
     the weights into the type that is computed in. dtype: that type; None: as stored on a GPU, float32 on a
     CPU, where bfloat16 products are slow. quantize: the bits to which matrices are rounded, or None. On a GPU
-    they stay packed, which saves memory; on a CPU, where packed products are slow, they are unpacked again.
+    the fused set keeps them packed, which saves memory; otherwise they are unpacked again.
     Raises OSError if a file can't be read, and ValueError, which names the field or tensor, if these steps
     would not compute the checkpoint exactly. Then the model that was loaded before is still in place.
     """
@@ -824,7 +824,7 @@ def read_config(folder):
             value, kind = config.get(field), float if name in ("EPS", "THETA") else int
             refuse(type(value) not in (int, kind) or not 0 < value < 2**53,
                    f"{field} is {json.dumps(value)}, not a positive {kind.__name__}")
-            c[name] = value
+            c[name] = value                                     # in this order: D_HEAD may need others
         refuse(c["N_HEADS"] % c["N_KV"], "num_attention_heads is no multiple of num_key_value_heads")
         refuse(c["D_HEAD"] % 2, f"head_dim {c['D_HEAD']} is odd")
         ends = [source.get("eos_token_id", []) for source in (config, advice)]
@@ -871,7 +871,7 @@ def take(stored, name, shape, dtype, bits, stay_packed):
     """Take a tensor out of stored, as an entry of W. ValueError if it is not as expected.
     bits: round a matrix to so many, or None. stay_packed: whether packed matrices are left packed."""
     w, scales, biases = (stored.pop(name[:-6] + part, None) for part in ("weight", "scales", "biases"))
-    refuse(w is None, f"it is missing; there is {min(stored, default='nothing')}")
+    refuse(w is None, f"it is missing; left over is {min(stored, default='nothing')}")
     packed = scales is not None or biases is not None
     if not packed:
         refuse(not {w.dtype, dtype or w.dtype} <= {*FLOATS}, f"its type {w.dtype}, or {dtype}, is unknown")
@@ -880,7 +880,7 @@ def take(stored, name, shape, dtype, bits, stay_packed):
         w, scales, biases = mx.quantize(w, group_size=64, bits=bits)
     affine = all(x is not None and x.dtype in FLOATS and x.shape == scales.shape for x in (scales, biases))
     refuse(not affine or packed and bits, "it is packed already" if affine else "not in MLX's affine form")
-    options, dtype = packing(w, shape[-1], scales, biases), dtype or scales.dtype
+    options, dtype = packing(w, shape[-1], scales, biases), dtype or scales.dtype       # here w is packed
     unpacked = mx.dequantize(w, scales.astype(mx.float32), biases.astype(mx.float32), **options)
     refuse(unpacked.shape != shape, f"unpacked, its shape is {unpacked.shape}, config.json asks for {shape}")
     return (w, scales.astype(dtype), biases.astype(dtype)) if stay_packed else unpacked.astype(dtype)
@@ -895,10 +895,10 @@ FILES = {"generation_config.json": None,                        # each with its 
 
 
 def find_model(wanted=None):
-    """The folder of wanted, a folder or OWNER/NAME on the Hub, or of Qwen3-0.6B. ValueError if there is none.
+    """The folder of a model; wanted: a folder, OWNER/NAME on the Hub, or None: Qwen3-0.6B. Or ValueError.
     Qwen3-0.6B is sought in its own folder, the Hub's cache and the Hub; else tests/tiny-qwen3 serves."""
     folder = Path(wanted) if wanted else Path(__file__).resolve().parent / "Qwen3-0.6B"
-    if folder.exists() if wanted else all(path.exists() for path in model_files(folder)): return folder
+    if all(path.exists() for path in ([folder] if wanted else model_files(folder))): return folder
     refuse(wanted and not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", wanted),
            f"{wanted} is no folder, and no OWNER/NAME of a model on the Hugging Face Hub")
     from huggingface_hub import constants, hf_hub_download, try_to_load_from_cache      # this is slow
@@ -970,7 +970,7 @@ def complete(folder, prompt, max_tokens, temperature, top_p):
     """Print the prompt with its continuation, each token as it is made, and how long that took."""
     ids = check_prompt(encode(prompt), max_tokens)
     in_cache = re.search(r"/models--[^/]+?--([^/]+)/snapshots/[^/]+$", folder.resolve().as_posix())
-    name, replaced = in_cache[1] if in_cache else folder.resolve().name, ", ".join(KERNELS[kernels])
+    replaced, name = ", ".join(KERNELS[kernels]), in_cache[1] if in_cache else folder.resolve().name
     print(f"Model:  {one_line(name)}  ({N_LAYERS} layers, {D_MODEL} dim, {N_HEADS} Q heads, {N_KV} KV heads, "
           f"{kernels}: faster {' and '.join(replaced.rsplit(', ', 1)) or 'nothing'})")
     print(f"Prompt: {prompt}\n{'-' * 60}", flush=True)
@@ -996,7 +996,7 @@ def main():
     use_kernels(args.kernels or kernels)
     load_model(folder := find_model(args.model), quantize=args.quantize)
     if args.explain or args.trace: return explain(prompt) if args.explain else trace(prompt)
-    advice = {"temperature": 1.0, "top_p": 1.0} | read_generation_config(folder)
+    advice = {"temperature": 1.0, "top_p": 1.0} | read_generation_config(folder)        # 1.0: if not there
     advice = advice if args.chat and advice.get("do_sample") is True else {"temperature": 0.0, "top_p": 0.95}
     temperature = advice["temperature"] if args.temperature is None else args.temperature
     if temperature == 0 and (args.seed is not None or args.top_p is not None):
