@@ -692,7 +692,7 @@ def show_layers(ids, seen):
         best = int(xp.argmax(lens[layer]))
         rows.append(f"layer {layer:2} {strip} {head:5}  {bar(lens[layer, best].item(), 12)} {spell(best)}")
     show("Steps 5 and 7: in each layer, where the last token looks, and the answer if the model ended there",
-         "Dark: some head takes much from it; head: which takes most. Idle heads look at the first token.",
+         "Look at dark cells: a head takes much there; head is which takes most. Idle ones see the first.",
          f"{'':9}{'looks at' if n <= 24 else 'first 4 and last 20':{width * len(columns)}} "
          f"{'head':>5}  {'probability of':19} next token", *rows)
 
