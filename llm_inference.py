@@ -909,7 +909,7 @@ def find_model(wanted=None):
     try:
         info, token = ask_hub(repo, revision=revision, timeout=constants.HF_HUB_ETAG_TIMEOUT)
     except Exception as error:                                  # offline, no such host, a proxy refuses, ...
-        refuse(wanted, f"{repo}: {error}")
+        refuse(wanted, f"{repo} can't be fetched: {error}")
         print(f"The Hugging Face Hub can't be reached ({one_line(error)}): tests/tiny-qwen3 runs instead.\n"
               f"To get Qwen3-0.6B by hand, put {', '.join(FILES)} of {REPO} into {folder}", file=sys.stderr)
         return folder.parent / "tests/tiny-qwen3"
@@ -972,7 +972,7 @@ def complete(folder, prompt, max_tokens, temperature, top_p):
     in_cache = re.search(r"/models--[^/]+?--([^/]+)/snapshots/[^/]+$", folder.resolve().as_posix())
     replaced, name = ", ".join(KERNELS[kernels]), in_cache[1] if in_cache else folder.resolve().name
     print(f"Model:  {one_line(name)}  ({N_LAYERS} layers, {D_MODEL} dim, {N_HEADS} Q heads, {N_KV} KV heads, "
-          f"{kernels}: faster {' and '.join(replaced.rsplit(', ', 1)) or 'nothing'})")
+          f"{kernels}{': faster ' if replaced else ''}{' and '.join(replaced.rsplit(', ', 1))})")
     print(f"Prompt: {prompt}\n{'-' * 60}", flush=True)
     new = itertools.islice(next_tokens(ids, [None] * N_LAYERS, 0, temperature, top_p), max_tokens)
     times = [time.perf_counter()]                               # of the start, each token, and the end
