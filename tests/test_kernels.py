@@ -240,3 +240,21 @@ def test_memory_that_mlx_keeps_is_given_back_after_each_piece_and_every_256_toke
     list(itertools.islice(llm.next_tokens(list(range(40)), fresh()), 600))
     assert passes[:4] == [16, 16, 8, 1] and calls[:3] == [1, 2, 3]
     assert len(calls) == 5 and calls[4] - calls[3] == 256
+
+
+def test_scores_that_lie_far_apart_and_a_longer_text_beside_a_shorter_one(load):
+    """NumPy: a row has its own largest score, and a pass of many tokens leaves another text's few rows alone."""
+    load("tied")
+    llm.use_kernels("numpy")
+    ids = [5, 6, 7]
+    cache, zeros = [None] * llm.N_LAYERS, [None] * llm.N_LAYERS
+    llm.forward(ids, cache, 0)
+    copy = list(cache)
+    llm.forward([8], cache, 3)
+    llm.forward([9, 10, 11, 12], copy, 3)
+    found = llm.forward([13], cache, 4)
+    wanted = llm.forward([*ids, 8, 13], zeros, 0)[-1:]
+    assert np.abs(found - wanted).max() < 1e-4 * np.abs(wanted).max()
+    q = np.ones((llm.N_HEADS, 2, llm.D_HEAD), dtype=np.float32) * np.float32([[1], [-500]])
+    k = np.ones((llm.N_KV, 2, llm.D_HEAD), dtype=np.float32)
+    assert np.allclose(llm.attend(q, k, k), 1)
